@@ -1,0 +1,5 @@
+"""The ``selfconv`` command."""
+
+
+def main() -> None:
+    raise SystemExit("selfconv: no commands yet")

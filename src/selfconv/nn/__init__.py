@@ -1,0 +1,32 @@
+"""Layers on any group: the same classes for ``"z2"``, ``"p4"`` and ``"p4m"``.
+
+Planar features are ``[N, C, h, w]``; group features ``[N, C, |H|, h, w]``. Activations need no class of
+their own: pointwise ones, such as ``nn.ReLU``, are equivariant as they are.
+"""
+
+from selfconv.nn._attention import (
+    AffineSelfConv2d,
+    LocalAttention2d,
+    SimpleAffineSelfConv2d,
+    StandAloneSelfAttention2d,
+    set_backend,
+)
+from selfconv.nn._conv import GroupConv2d, LiftingConv2d
+from selfconv.nn._norm import GroupBatchNorm
+from selfconv.nn._pool import GlobalPool, GroupPool, SpatialPool2d
+from selfconv.nn._squeeze_excite import SqueezeExcite
+
+__all__ = [
+    "AffineSelfConv2d",
+    "GlobalPool",
+    "GroupBatchNorm",
+    "GroupConv2d",
+    "GroupPool",
+    "LiftingConv2d",
+    "LocalAttention2d",
+    "SimpleAffineSelfConv2d",
+    "SpatialPool2d",
+    "SqueezeExcite",
+    "StandAloneSelfAttention2d",
+    "set_backend",
+]

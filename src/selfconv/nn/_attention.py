@@ -1,0 +1,387 @@
+"""Affine self convolution and its relatives as layers."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from selfconv.groups import Group, get_group
+from selfconv.nn._layout import avg_pool, check_features, group_conv
+from selfconv.ops import affine_self_conv
+from selfconv.ops._backends import check_backend
+from selfconv.ops._call import check_heads
+
+PsiKind = Literal["channel", "dense"]
+AffineParameters = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # ψ^K, β^K, ψ^V, β^V
+
+
+class LocalAttention2d(nn.Module):
+    """What the attention layers share: 1×1 maps in and out, heads, pooling for stride. Subclasses say which
+    maps there are (``_projection``) and which affine parameters (``affine_parameters``)."""
+
+    psi: PsiKind = "channel"
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int,
+        stride: int,
+        bias: bool,
+        *,
+        key_channels: int,
+        num_heads: int,
+        qkv_bias: bool,
+        scale: float | None,
+        group: str | Group,
+        backend: str | None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        if min(in_channels, out_channels, key_channels, stride) < 1:
+            raise ValueError(
+                f"{name}: expected positive sizes; got in_channels={in_channels}, "
+                f"out_channels={out_channels}, key_channels={key_channels}, stride={stride}"
+            )
+        if kernel_size < 1 or kernel_size % 2 == 0:
+            raise ValueError(f"{name}: kernel_size: expected an odd integer ≥ 1; got {kernel_size}")
+        check_heads(num_heads, key=key_channels, value=out_channels)
+        check_backend(backend)
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.key_channels = key_channels
+        self.kernel_size = kernel_size
+        self.stride = stride
+        self.num_heads = num_heads
+        self.scale = num_heads / key_channels if scale is None else float(scale)
+        self.group = get_group(group)
+        self.backend = backend
+        self._factory = {"device": device, "dtype": dtype}
+        self.w_in = self._parameter(self._map_channels(), in_channels * len(self.group), 1, 1)
+        self.b_in = self._parameter(self._map_channels()) if qkv_bias else None
+        self._make_affine_parameters()
+        self.w_out = self._parameter(out_channels, out_channels * len(self.group), 1, 1)
+        self.b_out = self._parameter(out_channels) if bias else None
+        del self._factory
+        self.reset_parameters()
+
+    def _parameter(self, *shape: int) -> nn.Parameter:
+        return nn.Parameter(torch.empty(*shape, **self._factory))  # type: ignore[arg-type]
+
+    def _psi(self, channels: int) -> nn.Parameter:
+        """ψ on the window: [C, |H|, k, k] (z2: [C, k, k]), or dense, stored with rank 4: [C, C·|H|, k, k]."""
+        window = (self.kernel_size, self.kernel_size)
+        if self.psi == "dense":
+            return self._parameter(channels, channels * len(self.group), *window)
+        return self._parameter(channels, *(() if len(self.group) == 1 else (len(self.group),)), *window)
+
+    def _beta(self, channels: int) -> nn.Parameter:
+        return self._parameter(channels, self.kernel_size, self.kernel_size)
+
+    def _op_psi(self, psi: Tensor) -> Tensor:
+        """A stored ψ as the operation takes it."""
+        if self.psi == "dense" and len(self.group) > 1:
+            return psi.unflatten(1, (psi.shape[0], -1))
+        return psi
+
+    def reset_parameters(self) -> None:
+        """He initialisation for the 1×1 maps (the fan counts every plane), zero biases, ψ, β ~ N(0, 1)."""
+        for name, parameter in self.named_parameters(recurse=False):
+            if name.startswith("w_"):
+                nn.init.kaiming_normal_(parameter, nonlinearity="relu")
+            elif name.startswith("b_"):
+                nn.init.zeros_(parameter)
+            else:
+                nn.init.normal_(parameter)
+
+    @abstractmethod
+    def _map_channels(self) -> int:
+        """How many channels the 1×1 maps of the input have together."""
+
+    @abstractmethod
+    def _make_affine_parameters(self) -> None: ...
+
+    @abstractmethod
+    def affine_parameters(self) -> AffineParameters:
+        """ψ^K, β^K, ψ^V, β^V as ``selfconv.ops.affine_self_conv`` takes them."""
+
+    @abstractmethod
+    def _projection(self) -> tuple[Tensor, Tensor | None, tuple[int, ...]]:
+        """The fused 1×1 map: its filters [C, in, |H|], its bias, and how its output splits into Q, K, V."""
+
+    def _maps(self) -> Tensor:
+        return self.w_in.reshape(len(self.w_in), self.in_channels, len(self.group))
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A^Q[Q], K and V of the features x, by one convolution."""
+        check_features(type(self).__name__, x, self.in_channels, self.group)
+        filters, bias, sizes = self._projection()
+        y = group_conv(x, self.group.steer(filters[..., None, None]), bias, self.group)
+        query, key, *value = y.split(sizes, 1)
+        return query, key, value[0] if value else key
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = affine_self_conv(
+            *self.project(x),
+            *self.affine_parameters(),
+            num_heads=self.num_heads,
+            scale=self.scale,
+            group=self.group,
+            kernel_size=self.kernel_size,
+            backend=self.backend,
+        )
+        # the output map is pointwise, so pooling commutes with it: the cheap order
+        w_out = self.w_out.reshape(self.out_channels, self.out_channels, len(self.group), 1, 1)
+        return group_conv(avg_pool(out, self.stride), self.group.steer(w_out), self.b_out, self.group)
+
+    def attention_weights(self, x: Tensor) -> Tensor:
+        """α for features x: ``[N, num_heads, k, k, h, w]``, or ``[N, num_heads, |H|, k, k, h, w]``."""
+        _, alpha = affine_self_conv(
+            *self.project(x),
+            *self.affine_parameters(),
+            num_heads=self.num_heads,
+            scale=self.scale,
+            group=self.group,
+            kernel_size=self.kernel_size,
+            return_attention=True,
+        )
+        return alpha
+
+    def extra_repr(self) -> str:
+        parts = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"]
+        if self.stride > 1:
+            parts.append(f"stride={self.stride}")
+        if self.key_channels != self.out_channels:
+            parts.append(f"key_channels={self.key_channels}")
+        if self.psi != "channel":
+            parts.append(f"psi={self.psi!r}")
+        parts += [f"num_heads={self.num_heads}", f"scale={self.scale:g}", f"group={self.group.name!r}"]
+        return ", ".join(parts)
+
+
+def mapped_query(
+    filters: Tensor, bias: Tensor | None, psi_q: Tensor, beta_q: Tensor, group: Group
+) -> tuple[Tensor, Tensor]:
+    """The affine map A^Q at the centre, folded into the 1×1 map before it.
+
+    Both are convolutions over the group, so their composition is one: with S over the group,
+    W'_c(R) = Σ_S ψ^Q_c(S) W_c(S⁻¹R) and b'_c = b_c Σ_S ψ^Q_c(S) + β^Q_c.
+
+    Args:
+        filters: W, ``[C, in, |H|]``.
+        bias: b, ``[C]`` or None.
+        psi_q: ``[C, |H|]``, or dense ``[C, C, |H|]``.
+        beta_q: ``[C]``.
+    """
+    steered = group.steer(filters[..., None, None])[..., 0, 0]  # [C, in, S, R]
+    if psi_q.dim() == 3:
+        mapped = torch.einsum("cds,disr->cir", psi_q, steered)
+        offset = 0 if bias is None else psi_q.sum(2) @ bias
+    else:
+        mapped = (psi_q[:, None, :, None] * steered).sum(2)
+        offset = 0 if bias is None else psi_q.sum(1) * bias
+    return mapped, beta_q + offset
+
+
+def _check_psi(psi: str) -> None:
+    if psi not in ("channel", "dense"):
+        raise ValueError(f"psi: expected 'channel' or 'dense'; got {psi!r}")
+
+
+class AffineSelfConv2d(LocalAttention2d):
+    """Affine self convolution (Eq. 8–11; on a group Eq. 17–20), with heads and their output map:
+
+        Q = f ⋆ W^Q,  K = f ⋆ W^K,  V = f ⋆ W^V                                          1×1, with bias
+        A_(P,x)[F](y) = Σ_R F(R, y) ψ(P⁻¹R, P⁻¹(y − x)) + β(P⁻¹(y − x))                  ψ, β for Q, K, V
+        α((P,x), (P,y)) = softmax_y(scale · A^Q_(P,x)[Q](x) · A^K_(P,x)[K](y))           in each head
+        out(P, x) = W^O ⋆ Σ_y α((P,x), (P,y)) A^V_(P,x)[V](y)                            no bias by default
+
+    ψ^Q and β^Q act only at the centre, so they are one value per channel (and element of the group).
+
+    Shapes: ``[N, in, |H|, h, w] -> [N, out, |H|, h, w]``; on z2 without the group axis.
+    Equivariant to shifts and to ``group``. ``stride`` averages stride×stride cells of the result, which
+    keeps both exact on maps whose sides are multiples of it.
+
+    Where names differ from the paper's: ``w_in``/``b_in`` hold W^Q, W^K, W^V one below the other,
+    ``w_out`` is W^O, ``key_channels`` is d_k.
+
+    Args:
+        psi: ``"channel"`` scales each channel by itself, ``"dense"`` maps all channels to all.
+        scale: factor of the score; by default 1 / (key channels per head).
+        backend: of ``selfconv.ops.affine_self_conv``.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int = 5,
+        stride: int = 1,
+        bias: bool = False,
+        *,
+        num_heads: int = 8,
+        key_channels: int | None = None,
+        psi: PsiKind = "channel",
+        qkv_bias: bool = True,
+        scale: float | None = None,
+        group: str | Group = "z2",
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        _check_psi(psi)
+        self.psi = psi
+        super().__init__(
+            in_channels, out_channels, kernel_size, stride, bias,
+            key_channels=out_channels if key_channels is None else key_channels,
+            num_heads=num_heads, qkv_bias=qkv_bias, scale=scale, group=group, backend=backend,
+            device=device, dtype=dtype,
+        )  # fmt: skip
+
+    def _map_channels(self) -> int:
+        return 2 * self.key_channels + self.out_channels
+
+    def _make_affine_parameters(self) -> None:
+        c_k, c_v = self.key_channels, self.out_channels
+        self.psi_q = self._parameter(c_k, len(self.group) * (c_k if self.psi == "dense" else 1))
+        self.beta_q = self._parameter(c_k)
+        self.psi_k, self.beta_k = self._psi(c_k), self._beta(c_k)
+        self.psi_v, self.beta_v = self._psi(c_v), self._beta(c_v)
+
+    def affine_parameters(self) -> AffineParameters:
+        return self._op_psi(self.psi_k), self.beta_k, self._op_psi(self.psi_v), self.beta_v
+
+    def _projection(self) -> tuple[Tensor, Tensor | None, tuple[int, ...]]:
+        c_k = self.key_channels
+        w, b = self._maps(), self.b_in
+        psi_q = self.psi_q.unflatten(1, (c_k, -1)) if self.psi == "dense" else self.psi_q
+        w_q, b_q = mapped_query(w[:c_k], None if b is None else b[:c_k], psi_q, self.beta_q, self.group)
+        rest = w.new_zeros(len(w) - c_k) if b is None else b[c_k:]
+        return torch.cat([w_q, w[c_k:]]), torch.cat([b_q, rest]), (c_k, c_k, self.out_channels)
+
+
+class SimpleAffineSelfConv2d(LocalAttention2d):
+    """Simple affine self convolution (Eq. 7; on a group Eq. 14), with one linear map, heads and output map:
+
+        F = f ⋆ W                                                                        1×1, with bias
+        A_(P,x)[F](y) = Σ_R F(R, y) ψ(P⁻¹R, P⁻¹(y − x)) + β(P⁻¹(y − x))
+        α((P,x), (P,y)) = softmax_y(scale · A_(P,x)[F](x) · A_(P,x)[F](y))               in each head
+        out(P, x) = W^O ⋆ Σ_y α((P,x), (P,y)) A_(P,x)[F](y)                              no bias by default
+
+    One pair ψ, β serves the centre, the neighbours and the aggregation. Shapes, equivariance and arguments
+    are those of ``AffineSelfConv2d``; ``w_in`` is W, ``w_out`` is W^O.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int = 5,
+        stride: int = 1,
+        bias: bool = False,
+        *,
+        num_heads: int = 8,
+        psi: PsiKind = "channel",
+        qkv_bias: bool = True,
+        scale: float | None = None,
+        group: str | Group = "z2",
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        _check_psi(psi)
+        self.psi = psi
+        super().__init__(
+            in_channels, out_channels, kernel_size, stride, bias, key_channels=out_channels,
+            num_heads=num_heads, qkv_bias=qkv_bias, scale=scale, group=group, backend=backend,
+            device=device, dtype=dtype,
+        )  # fmt: skip
+
+    def _map_channels(self) -> int:
+        return self.out_channels
+
+    def _make_affine_parameters(self) -> None:
+        self.psi_kv, self.beta_kv = self._psi(self.out_channels), self._beta(self.out_channels)
+
+    def affine_parameters(self) -> AffineParameters:
+        psi = self._op_psi(self.psi_kv)
+        return psi, self.beta_kv, psi, self.beta_kv
+
+    def _projection(self) -> tuple[Tensor, Tensor | None, tuple[int, ...]]:
+        c, middle = self.out_channels, self.kernel_size // 2
+        centre = self.psi_kv[..., middle, middle]
+        psi_q = centre.reshape(c, *((c,) if self.psi == "dense" else ()), len(self.group))
+        w, b = self._maps(), self.b_in
+        w_q, b_q = mapped_query(w, b, psi_q, self.beta_kv[:, middle, middle], self.group)
+        return torch.cat([w_q, w]), torch.cat([b_q, b_q.new_zeros(c) if b is None else b]), (c, c)
+
+
+class StandAloneSelfAttention2d(LocalAttention2d):
+    """Stand-alone self-attention (SASA), the paper's comparison: relative positions in the keys alone,
+
+        α((P,x), (P,y)) = softmax_y(scale · Q(P, x) · (K(P, y) + β^K(P⁻¹(y − x))))       in each head
+        out(P, x) = W^O ⋆ Σ_y α((P,x), (P,y)) V(P, y)
+
+    with β^K factorised: in each head the first half of the channels depends on the row offset alone, the
+    second half on the column offset (``beta_k`` is ``[C, k]``). On a group every plane attends to itself.
+    Shapes, equivariance and arguments are those of ``AffineSelfConv2d``.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int = 5,
+        stride: int = 1,
+        bias: bool = False,
+        *,
+        num_heads: int = 8,
+        key_channels: int | None = None,
+        qkv_bias: bool = True,
+        scale: float | None = None,
+        group: str | Group = "z2",
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        key_channels = out_channels if key_channels is None else key_channels
+        check_heads(num_heads, key=key_channels, value=out_channels)
+        if key_channels // num_heads % 2:
+            raise ValueError(
+                f"StandAloneSelfAttention2d splits each head's key channels in two halves; got "
+                f"{key_channels} key channels in {num_heads} heads, {key_channels // num_heads} each"
+            )
+        super().__init__(
+            in_channels, out_channels, kernel_size, stride, bias, key_channels=key_channels,
+            num_heads=num_heads, qkv_bias=qkv_bias, scale=scale, group=group, backend=backend,
+            device=device, dtype=dtype,
+        )  # fmt: skip
+
+    def _map_channels(self) -> int:
+        return 2 * self.key_channels + self.out_channels
+
+    def _make_affine_parameters(self) -> None:
+        self.beta_k = self._parameter(self.key_channels, self.kernel_size)
+
+    def affine_parameters(self) -> AffineParameters:
+        k = self.kernel_size
+        rows, columns = self.beta_k.unflatten(0, (self.num_heads, 2, -1)).unbind(1)  # [heads, d/2, k]
+        halves = [rows[..., :, None].expand(-1, -1, k, k), columns[..., None, :].expand(-1, -1, k, k)]
+        return None, torch.stack(halves, 1).flatten(0, 2), None, None
+
+    def _projection(self) -> tuple[Tensor, Tensor | None, tuple[int, ...]]:
+        return self._maps(), self.b_in, (self.key_channels, self.key_channels, self.out_channels)
+
+
+def set_backend(module: nn.Module, backend: str | None) -> nn.Module:
+    """Makes every attention layer inside ``module`` use that backend (None: choose by itself); returns it."""
+    check_backend(backend)
+    for layer in module.modules():
+        if isinstance(layer, LocalAttention2d):
+            layer.backend = backend
+    return module

@@ -1,0 +1,141 @@
+"""Convolution on the plane and on groups."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from selfconv.groups import Group, get_group
+from selfconv.nn._layout import avg_pool, check_features, group_conv
+
+Downsample = Literal["stride", "pool"]
+
+
+class _SteeredConv2d(nn.Module):
+    """What lifting and group convolution share: one filter bank, seen by every element of the group."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int,
+        stride: int = 1,
+        padding: int | Literal["same", "valid"] = 0,
+        bias: bool = True,
+        *,
+        group: str | Group = "z2",
+        downsample: Downsample = "stride",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if min(in_channels, out_channels, kernel_size, stride) < 1:
+            raise ValueError(
+                f"expected positive sizes; got in_channels={in_channels}, out_channels={out_channels}, "
+                f"kernel_size={kernel_size}, stride={stride}"
+            )
+        if downsample not in ("stride", "pool"):
+            raise ValueError(f"downsample: expected 'stride' or 'pool'; got {downsample!r}")
+        if padding == "same":
+            if kernel_size % 2 == 0:
+                raise ValueError(f"padding='same' expects an odd kernel_size; got {kernel_size}")
+            padding = kernel_size // 2
+        if padding == "valid":
+            padding = 0
+        if not isinstance(padding, int) or padding < 0:
+            raise ValueError(f"padding: expected an integer ≥ 0, 'same' or 'valid'; got {padding!r}")
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.kernel_size = kernel_size
+        self.stride = stride
+        self.padding = padding
+        self.group = get_group(group)
+        self.downsample = downsample
+        inputs = in_channels * self._domain()
+        self.weight = nn.Parameter(
+            torch.empty(out_channels, inputs, kernel_size, kernel_size, device=device, dtype=dtype)
+        )
+        self.bias = nn.Parameter(torch.empty(out_channels, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def _domain(self) -> int:
+        """How many planes of the group the input has."""
+        raise NotImplementedError
+
+    def reset_parameters(self) -> None:
+        """He initialisation; on group input the fan counts every plane."""
+        nn.init.kaiming_normal_(self.weight, nonlinearity="relu")
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def steered_filters(self) -> Tensor:
+        raise NotImplementedError
+
+    def _convolve(self, x: Tensor) -> Tensor:
+        if self.downsample == "stride" or self.stride == 1:
+            return group_conv(x, self.steered_filters(), self.bias, self.group, self.stride, self.padding)
+        if (
+            self.kernel_size == 1 and self.padding == 0
+        ):  # pooling and a pointwise map commute: the cheap order
+            return group_conv(avg_pool(x, self.stride), self.steered_filters(), self.bias, self.group)
+        y = group_conv(x, self.steered_filters(), self.bias, self.group, 1, self.padding)
+        return avg_pool(y, self.stride)
+
+    def extra_repr(self) -> str:
+        parts = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"]
+        if self.stride > 1:
+            parts.append(f"stride={self.stride}, downsample={self.downsample!r}")
+        if self.padding:
+            parts.append(f"padding={self.padding}")
+        return ", ".join([*parts, f"bias={self.bias is not None}", f"group={self.group.name!r}"])
+
+
+class LiftingConv2d(_SteeredConv2d):
+    """Convolution from the plane to a group:
+
+        [f ⋆ ψ](P, x) = Σ_y f(y) ψ(P⁻¹(y − x)) + b
+
+    Shapes: ``[N, in, h, w] -> [N, out, |H|, h', w']``; on z2 an ordinary convolution, ``[N, out, h', w']``.
+    Equivariant to shifts (by multiples of ``stride``) and to ``group``. With ``stride`` > 1 that holds only
+    on sizes where (size + 2·padding − kernel_size) is a multiple of the stride; ``downsample="pool"``
+    convolves at stride 1 and averages stride×stride cells instead, exact on multiples of the stride.
+
+    The weight is ``[out, in, k, k]``.
+    """
+
+    def _domain(self) -> int:
+        return 1
+
+    def steered_filters(self) -> Tensor:
+        return self.group.steer(self.weight, planar=True)  # [out, in, P, k, k]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() != 4 or x.shape[1] != self.in_channels:
+            raise ValueError(
+                f"LiftingConv2d expects [N, {self.in_channels}, h, w]; got shape {list(x.shape)}"
+            )
+        return self._convolve(x)
+
+
+class GroupConv2d(_SteeredConv2d):
+    """Group convolution (Eq. 3; on z2 the ordinary convolution, Eq. 1):
+
+        [f ⋆ ψ](P, x) = Σ_(R,y) f(R, y) ψ(P⁻¹R, P⁻¹(y − x)) + b
+
+    Shapes: ``[N, in, |H|, h, w] -> [N, out, |H|, h', w']``; on z2 without the group axis.
+    Equivariant to shifts and to ``group``, under the conditions on stride of ``LiftingConv2d``.
+
+    The weight is ``[out, in·|H|, k, k]``: rank 4, so that ``module.to(memory_format=...)`` works.
+    """
+
+    def _domain(self) -> int:
+        return len(self.group)
+
+    def steered_filters(self) -> Tensor:
+        return self.group.steer(self.weight.unflatten(1, (self.in_channels, -1)))  # [out, in, P, R, k, k]
+
+    def forward(self, x: Tensor) -> Tensor:
+        check_features("GroupConv2d", x, self.in_channels, self.group)
+        return self._convolve(x)

@@ -1,0 +1,103 @@
+"""Group features as the 4-D maps that convolutions and pooling take, without copying them.
+
+A feature map ``[N, C, |H|, h, w]`` folds its two channel axes into one. Which goes first follows its
+memory: channels innermost (channels_last) folds as ``|H|·C``, anything else as ``C·|H|``. Either way the
+fold is a view, and so is the unfold of what the convolution returns; batch norm finds its channels
+innermost, or its maps contiguous, as its fast paths want them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from selfconv.groups import Group
+
+
+def check_features(module: str, x: Tensor, channels: int | None, group: Group) -> None:
+    """Features of the right rank and sizes: [N, C, h, w] on z2, [N, C, |H|, h, w] on a larger group."""
+    planar = len(group) == 1
+    fits = x.dim() == (4 if planar else 5) and (planar or x.shape[2] == len(group))
+    if not fits or (channels is not None and x.shape[1] != channels):
+        c = "C" if channels is None else channels
+        axis = "" if planar else f"{len(group)}, "
+        raise ValueError(
+            f"{module} on group {group.name!r} expects [N, {c}, {axis}h, w]; got shape {list(x.shape)}"
+        )
+    if not x.is_floating_point():
+        raise TypeError(f"{module} expects floating-point features; got {x.dtype} of shape {list(x.shape)}")
+
+
+def channels_innermost(x: Tensor) -> bool:
+    """Whether memory runs along the channels first, for planar and group features alike."""
+    return x.stride(1) == 1
+
+
+def fold(x: Tensor) -> Tensor:
+    """[N, C, |H|, h, w] -> [N, C·|H| or |H|·C, h, w], a view in either memory order; planar x as it is."""
+    if x.dim() == 4:
+        return x
+    return (x.transpose(1, 2) if channels_innermost(x) else x).flatten(1, 2)
+
+
+def unfold(y: Tensor, like: Tensor, group: Group) -> Tensor:
+    """The inverse of ``fold``, for a 4-D result made from features ``like``."""
+    if len(group) == 1:
+        return y
+    if channels_innermost(like):
+        return y.unflatten(1, (len(group), -1)).transpose(1, 2)
+    return y.unflatten(1, (-1, len(group)))
+
+
+def fold_filters(filters: Tensor, like: Tensor) -> Tensor:
+    """Steered filters as conv2d takes them, in the channel order that ``fold(like)`` has.
+
+    Args:
+        filters: ``[C_out, C_in, P, R, k, k]``, or ``[C_out, C_in, P, k, k]`` on planar input.
+        like: the features they will meet.
+
+    Returns:
+        ``[C_out·P, C_in·R, k, k]`` or ``[P·C_out, R·C_in, k, k]``.
+    """
+    if filters.dim() == 5:
+        filters = filters.unsqueeze(3)
+    order = (2, 0, 3, 1, 4, 5) if channels_innermost(like) else (0, 2, 1, 3, 4, 5)
+    return filters.permute(order).flatten(2, 3).flatten(0, 1)
+
+
+def fold_bias(bias: Tensor, like: Tensor, group: Group) -> Tensor:
+    """One value per channel as conv2d's bias, the same for every element of the group."""
+    if channels_innermost(like):
+        return bias.repeat(len(group))
+    return bias.repeat_interleave(len(group))
+
+
+def on_folded(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """A function of 4-D maps that treats channels alike, on group features."""
+    if x.dim() == 4:
+        return function(x)
+    y = function(fold(x))
+    if channels_innermost(x):
+        return y.unflatten(1, (x.shape[2], x.shape[1])).transpose(1, 2)
+    return y.unflatten(1, x.shape[1:3])
+
+
+def avg_pool(x: Tensor, size: int) -> Tensor:
+    """Mean over size×size cells: the downsampling that keeps quarter turns and flips exact."""
+    return on_folded(lambda maps: F.avg_pool2d(maps, size), x) if size > 1 else x
+
+
+def group_conv(
+    x: Tensor, filters: Tensor, bias: Tensor | None, group: Group, stride: int = 1, padding: int | str = 0
+) -> Tensor:
+    """Convolution of group (or, if the filters are planar, plane) features with steered filters."""
+    y = F.conv2d(
+        fold(x),
+        fold_filters(filters, x),
+        None if bias is None else fold_bias(bias, x, group),
+        stride=stride,
+        padding=padding,
+    )
+    return unfold(y, x, group)

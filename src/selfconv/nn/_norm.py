@@ -1,0 +1,46 @@
+"""Batch normalisation with one mean and deviation per channel, whatever the group."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from selfconv.groups import Group, get_group
+from selfconv.nn._layout import channels_innermost, check_features
+
+
+class GroupBatchNorm(nn.BatchNorm2d):
+    """Batch normalisation whose statistics, γ and β are shared by all elements of the group:
+
+        y_c(R, x) = γ_c (f_c(R, x) − mean_c) / √(var_c + ε) + β_c,   mean and variance over N, R and x
+
+    Shapes: ``[N, C, |H|, h, w]``, on z2 ``[N, C, h, w]``, to the same. Equivariant to ``group`` and shifts:
+    per-plane statistics would not be. A subclass of ``nn.BatchNorm2d``, so that weight decay filters and
+    ``nn.SyncBatchNorm.convert_sync_batchnorm`` know it.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        *,
+        group: str | Group = "z2",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, device=device, dtype=dtype)
+        self.group = get_group(group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        check_features("GroupBatchNorm", x, self.num_features, self.group)
+        if x.dim() == 4:
+            return super().forward(x)
+        order = x.shape[2]
+        if channels_innermost(x):  # [N, C, h, w·|H|] in channels_last
+            y = super().forward(x.permute(0, 1, 3, 4, 2).flatten(3, 4))
+            return y.unflatten(3, (-1, order)).permute(0, 1, 4, 2, 3)
+        return super().forward(x.flatten(2, 3)).unflatten(2, (order, -1))  # [N, C, |H|·h, w]
+
+    def extra_repr(self) -> str:
+        return f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, group={self.group.name!r}"

@@ -1,0 +1,72 @@
+"""Pooling over space, over the group, and over both."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selfconv.groups import Group, get_group
+from selfconv.nn._layout import avg_pool, check_features, on_folded
+
+Mode = Literal["mean", "max"]
+
+
+class _Pool(nn.Module):
+    def __init__(self, mode: Mode = "mean", *, group: str | Group = "z2") -> None:
+        super().__init__()
+        if mode not in ("mean", "max"):
+            raise ValueError(f"mode: expected 'mean' or 'max'; got {mode!r}")
+        self.mode = mode
+        self.group = get_group(group)
+
+    def _reduce(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        return x.mean(axes) if self.mode == "mean" else x.amax(axes)
+
+    def extra_repr(self) -> str:
+        return f"mode={self.mode!r}, group={self.group.name!r}"
+
+
+class SpatialPool2d(_Pool):
+    """Mean or maximum over disjoint size×size cells: ``[N, C, |H|, h, w] -> [N, C, |H|, h/size, w/size]``.
+
+    Equivariant to ``group``, and to shifts by multiples of ``size``, on maps whose sides are multiples of
+    ``size``. Rows and columns left over are dropped at the bottom and the right, which is not symmetric.
+    """
+
+    def __init__(self, kernel_size: int = 2, mode: Mode = "mean", *, group: str | Group = "z2") -> None:
+        super().__init__(mode, group=group)
+        if kernel_size < 1:
+            raise ValueError(f"kernel_size: expected an integer ≥ 1; got {kernel_size}")
+        self.kernel_size = kernel_size
+        self.stride = kernel_size
+        self.padding = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        check_features("SpatialPool2d", x, None, self.group)
+        if self.mode == "mean":
+            return avg_pool(x, self.kernel_size)
+        return on_folded(lambda maps: F.max_pool2d(maps, self.kernel_size), x)
+
+    def extra_repr(self) -> str:
+        return f"kernel_size={self.kernel_size}, {super().extra_repr()}"
+
+
+class GroupPool(_Pool):
+    """Mean or maximum over the elements of the group: ``[N, C, |H|, h, w] -> [N, C, h, w]``; on z2 nothing.
+
+    Its output turns with the image (it is planar): equivariant to ``group`` and to shifts.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        check_features("GroupPool", x, None, self.group)
+        return self._reduce(x, (2,)) if x.dim() == 5 else x
+
+
+class GlobalPool(_Pool):
+    """Mean or maximum over space and group: ``[N, C, |H|, h, w] -> [N, C]``. Invariant to ``group``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        check_features("GlobalPool", x, None, self.group)
+        return self._reduce(x, tuple(range(2, x.dim())))

@@ -1,0 +1,47 @@
+"""Squeeze and Excitation on the plane and on groups."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from selfconv.groups import Group, get_group
+from selfconv.nn._layout import check_features
+
+
+class SqueezeExcite(nn.Module):
+    """Group Squeeze and Excite (Eq. 15, 16): every channel times a gate that sees the whole map,
+
+        squeeze(f) = σ(W_1 ReLU(W_2 (1/|G|) Σ_h f(h))),   f'_c(g) = f_c(g) squeeze_c(f)
+
+    W_2 (``reduce``) takes the channels to channels / reduction, W_1 (``expand``) back, both with bias.
+    Shapes: ``[N, C, |H|, h, w]``, on z2 ``[N, C, h, w]``, to the same. The gate is invariant to ``group``,
+    so the layer is equivariant to it; to shifts as far as the mean over the map is.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        reduction: int = 16,
+        *,
+        group: str | Group = "z2",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if channels < 1 or reduction < 1:
+            raise ValueError(f"expected positive sizes; got channels={channels}, reduction={reduction}")
+        self.channels = channels
+        self.reduction = reduction
+        self.group = get_group(group)
+        hidden = max(1, channels // reduction)
+        self.reduce = nn.Linear(channels, hidden, device=device, dtype=dtype)
+        self.expand = nn.Linear(hidden, channels, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        check_features("SqueezeExcite", x, self.channels, self.group)
+        gate = torch.sigmoid(self.expand(torch.relu(self.reduce(x.mean(tuple(range(2, x.dim())))))))  # [N, C]
+        return x * gate.reshape(*gate.shape, *(1,) * (x.dim() - 2))
+
+    def extra_repr(self) -> str:
+        return f"{self.channels}, reduction={self.reduction}, group={self.group.name!r}"

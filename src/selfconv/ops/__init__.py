@@ -1,0 +1,142 @@
+"""The operation itself: ``affine_self_conv``, and ``affine_conv``, its form without attention."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from selfconv.groups import Group, get_group
+from selfconv.ops._backends import BACKENDS, choose_backend, explain_call
+from selfconv.ops._call import Call, check_call, check_float
+
+__all__ = ["BACKENDS", "affine_conv", "affine_self_conv", "explain"]
+
+
+@overload
+def affine_self_conv(
+    query: Tensor, key: Tensor, value: Tensor,
+    psi_k: Tensor | None, beta_k: Tensor | None, psi_v: Tensor | None, beta_v: Tensor | None,
+    *, num_heads: int, scale: float | None = ..., group: str | Group = ..., kernel_size: int | None = ...,
+    backend: str | None = ..., return_attention: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def affine_self_conv(
+    query: Tensor, key: Tensor, value: Tensor,
+    psi_k: Tensor | None, beta_k: Tensor | None, psi_v: Tensor | None, beta_v: Tensor | None,
+    *, num_heads: int, scale: float | None = ..., group: str | Group = ..., kernel_size: int | None = ...,
+    backend: str | None = ..., return_attention: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def affine_self_conv(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    psi_k: Tensor | None,
+    beta_k: Tensor | None,
+    psi_v: Tensor | None,
+    beta_v: Tensor | None,
+    *,
+    num_heads: int,
+    scale: float | None = None,
+    group: str | Group = "z2",
+    kernel_size: int | None = None,
+    backend: str | None = None,
+    return_attention: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Affine self convolution (Eq. 11; on a group Eq. 20) before the output map W^O:
+
+        out_c(P, x) = Σ_y α((P,x), (P,y)) Σ_R A^V_(P,x)[V]_c(R, y)
+        α((P,x), (P,y)) = softmax_y(scale · query(P, x) · Σ_R A^K_(P,x)[K](R, y)),   head by head
+        Σ_R A_(P,x)[f](R, y) = Σ_R f(R, y) ψ(P⁻¹R, P⁻¹(y − x)) + β(P⁻¹(y − x))
+
+    y runs over the k×k window around x. Outside the image f is 0 and β still acts. Equivariant to shifts
+    and to every element of ``group``.
+
+    Args:
+        query: A^Q[Q](x), already mapped: ``[N, C_k, h, w]`` on z2, ``[N, C_k, |H|, h, w]`` on a group.
+        key, value: shaped like ``query``; ``value`` may have another number of channels, C_v.
+        psi_k, psi_v: per channel, ``[C, k, k]`` (z2) or ``[C, |H|, k, k]``; or channel to channel,
+            ``[C, C, k, k]`` or ``[C, C, |H|, k, k]``. None: f passes unfiltered.
+        beta_k, beta_v: ``[C, k, k]``. None: nothing is added.
+        num_heads: how many equal runs of channels are scored apart.
+        scale: factor of the score; by default 1 / (key channels per head).
+        group: ``"z2"``, ``"p4"``, ``"p4m"`` or a ``Group``.
+        kernel_size: k; only needed when every ψ and β is None.
+        backend: one of ``BACKENDS``; by default the fastest that serves the call (see ``explain``).
+        return_attention: also return α, ``[N, num_heads, k, k, h, w]`` (z2) or
+            ``[N, num_heads, |H|, k, k, h, w]``; it exists only in the eager backend.
+
+    Returns:
+        The aggregated values, in the shape and dtype of ``value``.
+    """
+    call = check_call(
+        query, key, value, psi_k, beta_k, psi_v, beta_v,
+        kernel_size=kernel_size, num_heads=num_heads, scale=scale, group=group,
+    )  # fmt: skip
+    planar = len(call.group) == 1
+    if return_attention:
+        from selfconv.ops import eager
+
+        if backend not in (None, "eager"):
+            raise ValueError(f"return_attention needs the eager backend; got backend={backend!r}")
+        out, alpha = eager.run_with_attention(call)
+        alpha = alpha.unflatten(3, (call.kernel_size, call.kernel_size))
+        return (out.squeeze(2), alpha.squeeze(2)) if planar else (out, alpha)
+    out = choose_backend(call, backend)(call)
+    return out.squeeze(2) if planar else out
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    psi_k: Tensor | None,
+    beta_k: Tensor | None,
+    psi_v: Tensor | None,
+    beta_v: Tensor | None,
+    *,
+    num_heads: int,
+    scale: float | None = None,
+    group: str | Group = "z2",
+    kernel_size: int | None = None,
+) -> str:
+    """Which backend ``affine_self_conv`` would choose for these arguments, and why not each other one."""
+    return explain_call(
+        check_call(
+            query, key, value, psi_k, beta_k, psi_v, beta_v,
+            kernel_size=kernel_size, num_heads=num_heads, scale=scale, group=group,
+        )
+    )  # fmt: skip
+
+
+def affine_conv(f: Tensor, psi: Tensor, beta: Tensor | None, *, group: str | Group = "z2") -> Tensor:
+    """Affine convolution: affine self convolution with α = 1, that is, no attention.
+
+        out_c(P, x) = Σ_y Σ_R A_(P,x)[f]_c(R, y)
+
+    With a dense ψ and no β it is the convolution ``conv2d(f, psi, padding=k // 2)``, on a group the group
+    convolution. The arguments are shaped as for ``affine_self_conv``.
+    """
+    group = get_group(group)
+    check_float("psi", psi)
+    # as its own query and key, every check of the full operation applies
+    call: Call = check_call(
+        f, f, f, None, None, psi, beta, kernel_size=None, num_heads=1, scale=None, group=group
+    )
+    psi_v, beta_v = call.steered(call.psi_v, call.beta_v)
+    assert psi_v is not None
+    c, order = call.value.shape[1:3]
+    if call.dense:
+        weight = psi_v.transpose(1, 2).reshape(c * order, c * order, *psi.shape[-2:])
+    else:  # a block per channel: [C·P, R, k, k], grouped by channel
+        weight = psi_v.flatten(0, 1)
+    bias = None if beta_v is None else beta_v.sum((-2, -1)).flatten()
+    out = F.conv2d(
+        call.value.flatten(1, 2).to(weight.dtype),
+        weight,
+        bias,
+        padding=call.kernel_size // 2,
+        groups=1 if call.dense else c,
+    )
+    return out.to(f.dtype).reshape(f.shape)

@@ -1,0 +1,155 @@
+"""One checked call of the operation: what the public function hands to a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from selfconv.groups import Group, get_group
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arguments of ``affine_self_conv`` after all checks, with the group axis always there.
+
+    ψ is ``[C, |H|, k, k]``, or ``[C, C, |H|, k, k]`` if it maps channel to channel; None where the
+    features pass unfiltered. β is ``[C, k, k]``; None where nothing is added.
+    """
+
+    query: Tensor  # [N, C_k, |H|, h, w]
+    key: Tensor  # [N, C_k, |H|, h, w]
+    value: Tensor  # [N, C_v, |H|, h, w]
+    psi_k: Tensor | None
+    beta_k: Tensor | None
+    psi_v: Tensor | None
+    beta_v: Tensor | None
+    kernel_size: int
+    num_heads: int
+    scale: float
+    group: Group
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        given = (self.query, self.key, self.value, self.psi_k, self.beta_k, self.psi_v, self.beta_v)
+        return [t for t in given if t is not None]
+
+    @property
+    def dense(self) -> bool:
+        return any(psi is not None and psi.dim() == 5 for psi in (self.psi_k, self.psi_v))
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Half precision is computed in float32: a softmax over a window of products needs it."""
+        dtype = torch.float32
+        for t in self.tensors:
+            dtype = torch.promote_types(dtype, t.dtype)
+        return dtype
+
+    def steered(self, psi: Tensor | None, beta: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """ψ and β as every element P of the group sees them: [C, (C,) P, R, k, k] and [C, P, k, k]."""
+        dtype = self.compute_dtype
+        return (
+            None if psi is None else self.group.steer(psi.to(dtype)),
+            None if beta is None else self.group.steer(beta.to(dtype), planar=True),
+        )
+
+
+def check_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    psi_k: Tensor | None,
+    beta_k: Tensor | None,
+    psi_v: Tensor | None,
+    beta_v: Tensor | None,
+    *,
+    kernel_size: int | None,
+    num_heads: int,
+    scale: float | None,
+    group: str | Group,
+) -> Call:
+    """Checks everything that a caller can get wrong; each error restates what was given."""
+    group = get_group(group)
+    features = {"query": query, "key": key, "value": value}
+    filters = {"psi_k": psi_k, "beta_k": beta_k, "psi_v": psi_v, "beta_v": beta_v}
+    given = features | {name: t for name, t in filters.items() if t is not None}
+    for name, t in given.items():
+        check_float(name, t)
+    devices = {str(t.device) for t in given.values()}
+    if len(devices) > 1:
+        placed = ", ".join(f"{name} on {t.device}" for name, t in given.items())
+        raise ValueError(f"expected all tensors on one device; got {placed}")
+
+    layout = "[N, C, h, w]" if len(group) == 1 else f"[N, C, {len(group)}, h, w]"
+    for name, t in features.items():
+        if t.dim() != (4 if len(group) == 1 else 5) or (len(group) > 1 and t.shape[2] != len(group)):
+            raise ValueError(f"{name}: expected {layout} on group {group.name!r}; got shape {list(t.shape)}")
+    if query.shape != key.shape or key.shape[0] != value.shape[0] or key.shape[2:] != value.shape[2:]:
+        raise ValueError(
+            "query and key must have one shape, and value may differ from it in channels alone; "
+            + shapes(features)
+        )
+
+    c_k, c_v = key.shape[1], value.shape[1]
+    sizes = {f.shape[-2:] for f in filters.values() if f is not None}
+    if kernel_size is not None:
+        sizes |= {torch.Size((kernel_size, kernel_size))}
+    if len(sizes) != 1:
+        expected = (
+            "one window size among psi and beta" if sizes else "kernel_size, as psi and beta are all None"
+        )
+        raise ValueError(f"expected {expected}; got {shapes(filters)}, kernel_size={kernel_size}")
+    (window,) = sizes
+    k = window[0]
+    if window[0] != window[1] or k % 2 == 0:
+        raise ValueError(f"expected a square window of odd size; got {list(window)} ({shapes(filters)})")
+    axis = () if len(group) == 1 else (len(group),)
+    for suffix, c in (("k", c_k), ("v", c_v)):
+        psi, beta = filters[f"psi_{suffix}"], filters[f"beta_{suffix}"]
+        if psi is not None and tuple(psi.shape) not in ((c, *axis, k, k), (c, c, *axis, k, k)):
+            raise ValueError(
+                f"psi_{suffix}: expected {[c, *axis, k, k]}, or {[c, c, *axis, k, k]} to map channel to "
+                f"channel, for {c} channels on group {group.name!r}; got {list(psi.shape)}"
+            )
+        if beta is not None and tuple(beta.shape) != (c, k, k):
+            raise ValueError(f"beta_{suffix}: expected {[c, k, k]} for {c} channels; got {list(beta.shape)}")
+    check_heads(num_heads, key=c_k, value=c_v)
+
+    if len(group) == 1:
+        query, key, value = query.unsqueeze(2), key.unsqueeze(2), value.unsqueeze(2)
+        psi_k = None if psi_k is None else psi_k.unsqueeze(-3)
+        psi_v = None if psi_v is None else psi_v.unsqueeze(-3)
+    return Call(
+        query,
+        key,
+        value,
+        psi_k,
+        beta_k,
+        psi_v,
+        beta_v,
+        kernel_size=k,
+        num_heads=num_heads,
+        scale=num_heads / c_k if scale is None else float(scale),
+        group=group,
+    )
+
+
+def check_float(name: str, t: Tensor) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name}: expected a tensor; got {type(t).__name__}")
+    if not t.is_floating_point():
+        raise TypeError(f"{name}: expected a floating-point tensor; got {t.dtype} of shape {list(t.shape)}")
+
+
+def check_heads(num_heads: int, **channels: int) -> None:
+    """Heads split channels into equal runs."""
+    if num_heads < 1 or any(c % num_heads for c in channels.values()):
+        counts = ", ".join(f"{c} {name} channels" for name, c in channels.items())
+        raise ValueError(f"num_heads={num_heads} does not divide {counts}")
+
+
+def shapes(tensors: Mapping[str, Tensor | None]) -> str:
+    return ", ".join(f"{name} {None if t is None else list(t.shape)}" for name, t in tensors.items())

@@ -1,0 +1,55 @@
+"""The operation in vectorised PyTorch: any device and dtype, dense ψ, differentiable, exportable.
+
+It unfolds: k² shifted copies of the keys and values are in memory at once. That makes it simple, and the
+form to export (plain operators only), but slow and large; the kernels beside it never do.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from selfconv.ops._call import Call
+
+
+def run(call: Call) -> Tensor:
+    return run_with_attention(call)[0]
+
+
+def run_with_attention(call: Call) -> tuple[Tensor, Tensor]:
+    """The aggregated values [N, C_v, P, h, w] and the weights α [N, heads, P, k·k, h, w]."""
+    dtype, k = call.compute_dtype, call.kernel_size
+    a_k = affine_map(call.key.to(dtype), *call.steered(call.psi_k, call.beta_k), k)
+    scores = (call.query.to(dtype).unsqueeze(3) * a_k).unflatten(1, (call.num_heads, -1)).sum(2) * call.scale
+    alpha = scores.softmax(3)  # [N, heads, P, k·k, h, w]
+    a_v = affine_map(call.value.to(dtype), *call.steered(call.psi_v, call.beta_v), k)
+    out = (alpha.unsqueeze(2) * a_v.unflatten(1, (call.num_heads, -1))).sum(4).flatten(1, 2)
+    return out.to(call.value.dtype), alpha
+
+
+def affine_map(f: Tensor, psi: Tensor | None, beta: Tensor | None, k: int) -> Tensor:
+    """Σ_R A_(P,x)[f](R, y) for every centre (P, x) and neighbour y: [N, C, P, k·k, h, w].
+
+    Args:
+        f: ``[N, C, R, h, w]``.
+        psi: steered, ``[C, P, R, k, k]`` or dense ``[C_out, C, P, R, k, k]``; None passes f as it is.
+        beta: steered, ``[C, P, k, k]``; None adds nothing.
+    """
+    a = windows(f, k)  # [N, C, R, k·k, h, w]
+    if psi is not None:
+        psi = psi.flatten(-2)
+        if psi.dim() == 5:
+            a = torch.einsum("ncrthw,dcprt->ndpthw", a, psi)
+        elif psi.shape[2] == 1:
+            a = a * psi[:, :, 0, :, None, None]
+        else:
+            a = torch.einsum("ncrthw,cprt->ncpthw", a, psi)
+    return a if beta is None else a + beta.flatten(-2)[..., None, None]
+
+
+def windows(f: Tensor, k: int) -> Tensor:
+    """The k×k neighbourhood of every position, zero outside the map: [..., h, w] -> [..., k·k, h, w]."""
+    h, w = f.shape[-2:]
+    padded = F.pad(f, (k // 2,) * 4)
+    return torch.stack([padded[..., i : i + h, j : j + w] for i in range(k) for j in range(k)], -3)

@@ -127,6 +127,9 @@ class Group:
             )
         if len(self) == 1:
             return filters.unsqueeze(-3 if planar else -4)
+        if torch.compiler.is_dynamo_compiling():  # which would trace the making of the index number by number
+            views = [self.act_planar(filters, p) if planar else self.act(filters, p) for p in self]
+            return torch.stack(views, -3 if planar else -4)
         index = torch.tensor(_steering_index(self, domain, k), device=filters.device)
         steered = filters.flatten(-2 if planar else -3).index_select(-1, index)
         return steered.unflatten(-1, (len(self), *(() if planar else (domain,)), k, k))

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 
+import torch
 from torch import Tensor
 
 from selfconv.ops._call import Call
 
 Run = Callable[[Call], Tensor]
+
+_LOADED: dict[str, Run | str] = {}  # by module: its ``run``, or why it cannot be had
 
 
 @dataclass(frozen=True)
@@ -24,15 +27,17 @@ class Backend:
 
     def load(self) -> Run | str:
         """Its ``run``, or why it cannot be had."""
-        return _load(self.module)
+        _import(self.module)
+        return _LOADED[self.module]
 
 
-@cache
-def _load(module: str) -> Run | str:
-    try:
-        return import_module(f"selfconv.ops.{module}").run
-    except Exception as error:  # a broken installation must not take the others down
-        return f"cannot be imported ({type(error).__name__}: {error})"
+@torch.compiler.assume_constant_result  # torch.compile runs an import while tracing; it cannot trace one
+def _import(module: str) -> None:
+    if module not in _LOADED:
+        try:
+            _LOADED[module] = import_module(f"selfconv.ops.{module}").run
+        except Exception as error:  # a broken installation must not take the others down
+            _LOADED[module] = f"cannot be imported ({type(error).__name__}: {error})"
 
 
 def _serves_all(call: Call) -> None:

@@ -15,6 +15,7 @@ _CHOICES = {
     "downsample": ("stride", "pool"),
     "pool": ("mean", "max"),
 }
+MAX_DEPTH = 1001  # a description may come from anywhere, and should not fill the memory with layers
 _LEAST = {"depth": 11, "kernel_size": 1, "num_heads": 1, "in_channels": 1, "num_classes": 0}
 
 
@@ -98,33 +99,28 @@ class ResNetConfig:
         if not sized or not all(_is_integer(width, 1) for width in self.widths):
             raise ValueError(f"widths: expected three positive integers; got {self.widths!r}")
         object.__setattr__(self, "widths", tuple(self.widths))  # JSON has lists only
-        if self.depth % 9 != 2:
-            near = 9 * self.blocks_per_stage + 2
-            raise ValueError(f"depth: expected 9n+2, such as {near} or {near + 9}; got {self.depth}")
+        if self.depth % 9 != 2 or self.depth > MAX_DEPTH:
+            near = min(9 * self.blocks_per_stage + 2, MAX_DEPTH - 9)
+            raise ValueError(
+                f"depth: expected 9n+2 up to {MAX_DEPTH}, such as {near} or {near + 9}; got {self.depth}"
+            )
         if self.kernel_size % 2 == 0:
             raise ValueError(f"kernel_size: expected an odd integer; got {self.kernel_size}")
         if self.attention:
             self._check_heads()
 
     def _check_heads(self) -> None:
-        fits = {
-            n
-            for n in range(1, min(self.widths) + 1)
-            if all(w % n == 0 and (self.spatial != "sasa" or w // n % 2 == 0) for w in self.widths)
-        }
-        if self.num_heads not in fits:
-            needs = (
-                "an even number of channels per head" if self.spatial == "sasa" else "heads of equal width"
-            )
+        def fits(n: int) -> bool:
+            return all(w % n == 0 and (self.spatial != "sasa" or w // n % 2 == 0) for w in self.widths)
+
+        if not fits(self.num_heads):
+            needs = "an even number of channels per head" if self.spatial == "sasa" else "equal heads"
+            fitting = [str(n) for n in range(1, 65) if fits(n)]
             raise ValueError(
-                f"{self.spatial} needs {needs}; got num_heads={self.num_heads} for widths "
-                f"{self.widths} on group {self.group!r}, which fit {_listed(fits)} heads"
+                f"{self.spatial} needs {needs}; got num_heads={self.num_heads} for widths {self.widths} on "
+                f"group {self.group!r}, where {', '.join(fitting) if fitting else 'no number'} would fit"
             )
 
 
 def _is_integer(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _listed(numbers: set[int]) -> str:
-    return ", ".join(map(str, sorted(numbers))) if numbers else "no number of"

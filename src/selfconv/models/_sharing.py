@@ -5,18 +5,32 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from huggingface_hub import PyTorchModelHubMixin, hf_hub_download
 from huggingface_hub.constants import CONFIG_NAME, SAFETENSORS_SINGLE_FILE
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.errors import RemoteEntryNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 
 PathLike = str | os.PathLike[str]
+
+MODEL_CARD = """---
+{{ card_data }}
+---
+
+An image classifier saved by selfconv. `config.json` says what it is made of.
+
+```python
+from selfconv.models import ResNet
+
+model = ResNet.from_pretrained("path/to/this/folder")
+```
+"""
 
 
 class Shareable(nn.Module, PyTorchModelHubMixin):
@@ -36,49 +50,49 @@ class Shareable(nn.Module, PyTorchModelHubMixin):
         raise NotImplementedError
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: PathLike, **options: Any) -> Self:
-        """The model saved in a folder, or of that name on the hub, in evaluation mode.
+    def from_pretrained(  # type: ignore[override]  # no keyword arguments for the model
+        cls,
+        pretrained_model_name_or_path: PathLike,
+        *,
+        map_location: str | torch.device = "cpu",
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: PathLike | None = None,
+        force_download: bool = False,
+        local_files_only: bool = False,
+    ) -> Self:
+        """The model that is saved in a folder, or has that name on the hub, in evaluation mode.
 
         Args:
             pretrained_model_name_or_path: a folder that ``save_pretrained`` wrote, or ``"user/model"``.
-            **options: ``map_location``, and ``revision``, ``token``, ``cache_dir``, ``force_download``,
-                ``local_files_only`` for the hub.
+            map_location: the device to load to.
+            revision, token, cache_dir, force_download, local_files_only: for the hub, see its documentation.
         """
         place = os.fspath(pretrained_model_name_or_path)
-        looks_local = os.path.isabs(place) or place.startswith((".", "~")) or place.count("/") != 1
-        if not os.path.isdir(place) and (looks_local or os.path.exists(place)):
+        if os.path.isdir(place):
+            config, weights = os.path.join(place, CONFIG_NAME), os.path.join(place, SAFETENSORS_SINGLE_FILE)
+        elif place.count("/") != 1 or place.startswith((".", "~", "/")):
             raise FileNotFoundError(
                 f"no folder {place!r}; expected one that save_pretrained wrote, or 'user/model' on the hub"
             )
-        try:
-            return super().from_pretrained(place, **options)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{place}: {CONFIG_NAME} is not valid JSON ({error})") from None
-
-    @classmethod
-    def _from_pretrained(
-        cls,
-        *,
-        model_id: str,
-        config: dict[str, Any] | None = None,
-        map_location: str | torch.device = "cpu",
-        **hub_options: Any,
-    ) -> Self:
-        if config is None:
-            raise FileNotFoundError(
-                f"no {CONFIG_NAME} for {model_id!r}: not in a folder of that name and, as far as the Hugging "
-                "Face hub could be reached, not there"
-            )
-        if os.path.isdir(model_id):
-            file = os.path.join(model_id, SAFETENSORS_SINGLE_FILE)
         else:
+            download = partial(
+                hf_hub_download,
+                place,
+                revision=revision,
+                token=token,
+                cache_dir=None if cache_dir is None else os.fspath(cache_dir),
+                force_download=force_download,
+                local_files_only=local_files_only,
+            )
             try:
-                file = hf_hub_download(model_id, SAFETENSORS_SINGLE_FILE, **hub_options)
-            except EntryNotFoundError:
+                config, weights = download(CONFIG_NAME), download(SAFETENSORS_SINGLE_FILE)
+            except RemoteEntryNotFoundError:
                 raise FileNotFoundError(
-                    f"{model_id!r} on the hub has no {SAFETENSORS_SINGLE_FILE}, and no pickle is loaded"
+                    f"{place!r} on the hub: expected {CONFIG_NAME} and {SAFETENSORS_SINGLE_FILE}, and got no "
+                    "such file; pickled weights are not loaded"
                 ) from None
-        return cls.load(config, file, map_location).eval()
+        return cls.load(read_config(config), weights, map_location).eval()
 
     @classmethod
     def load(
@@ -103,6 +117,21 @@ class Shareable(nn.Module, PyTorchModelHubMixin):
         partial = save_directory / f"{SAFETENSORS_SINGLE_FILE}.partial"
         save_model(self, str(partial))
         partial.replace(save_directory / SAFETENSORS_SINGLE_FILE)
+
+
+def read_config(file: PathLike) -> dict[str, Any]:
+    """The content of a ``config.json``."""
+    file = os.fspath(file)
+    if not os.path.isfile(file):
+        raise FileNotFoundError(f"no file {file!r}; save_pretrained writes one")
+    try:
+        with open(file, encoding="utf-8") as text:
+            config = json.load(text)
+    except ValueError as error:  # neither UTF-8 nor JSON
+        raise ValueError(f"{file}: not valid JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{file}: expected a JSON object; got {config!r:.40}")
+    return config
 
 
 def load_weights(model: nn.Module, file: PathLike, map_location: str | torch.device = "cpu") -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from selfconv.models._config import ResNetConfig
-from selfconv.models._sharing import CONFIG_NAME, SAFETENSORS_SINGLE_FILE
+from selfconv.models._sharing import CONFIG_NAME, SAFETENSORS_SINGLE_FILE, read_config
 from selfconv.models.flops import count_flops, count_parameters
 from selfconv.models.resnet import ResNet
 
@@ -103,7 +102,7 @@ def create_model(
             f"no weights are shipped for {name!r}; "
             + (f"there are some for {', '.join(shipped)}" if shipped else "this version ships none at all")
         )
-    config = json.loads((folder / CONFIG_NAME).read_text("utf-8"))
+    config = read_config(folder / CONFIG_NAME)
     model = ResNet.load(config | overrides, folder / SAFETENSORS_SINGLE_FILE)
     if num_classes is not None and num_classes != model.num_classes:
         model.reset_classifier(num_classes)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from selfconv.groups import Group, get_group
 from selfconv.models._config import ResNetConfig
-from selfconv.models._sharing import Shareable
+from selfconv.models._sharing import MODEL_CARD, Shareable
 from selfconv.nn import (
     AffineSelfConv2d,
     GlobalPool,
@@ -98,6 +98,7 @@ def spatial_layer(config: ResNetConfig, width: int, stride: int) -> nn.Module:
 
 class ResNet(
     Shareable,
+    model_card_template=MODEL_CARD,
     library_name="selfconv",
     pipeline_tag="image-classification",
     tags=["affine-self-convolution", "equivariance"],

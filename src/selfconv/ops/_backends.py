@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 
-import torch
 from torch import Tensor
 
 from selfconv.ops._call import Call
@@ -31,13 +30,17 @@ class Backend:
         return _LOADED[self.module]
 
 
-@torch.compiler.assume_constant_result  # torch.compile runs an import while tracing; it cannot trace one
 def _import(module: str) -> None:
     if module not in _LOADED:
         try:
             _LOADED[module] = import_module(f"selfconv.ops.{module}").run
         except Exception as error:  # a broken installation must not take the others down
             _LOADED[module] = f"cannot be imported ({type(error).__name__}: {error})"
+
+
+# torch.compile cannot trace an import, and so runs it while tracing. This is what
+# torch.compiler.assume_constant_result does, without its import of torch._dynamo, which takes seconds.
+_import._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _serves_all(call: Call) -> None:

@@ -36,6 +36,10 @@ def tiny(name: str, **overrides: Any) -> ResNet:
     return awake(create_model(name, **TINY | overrides))
 
 
+def channels_last(model: ResNet) -> ResNet:
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
 def trained(model: ResNet, steps: int = 2, batch: int = 4, size: int = 32) -> ResNet:
     """After a few steps of gradient descent on noise, in evaluation."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)

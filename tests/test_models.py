@@ -228,7 +228,8 @@ def test_flops_of_the_operation_by_hand() -> None:
     assert no_affine == full // 2
     only_beta = affine_self_conv_flops(query, query, query, None, beta, None, None)
     assert only_beta == no_affine + n * h * h * k * k * c
-    on_p4 = affine_self_conv_flops(*[(n, c, 4, h, h)] * 3, (c, 4, k, k), beta, (c, 4, k, k), beta)
+    f, psi_p4 = (n, c, 4, h, h), (c, 4, k, k)
+    on_p4 = affine_self_conv_flops(f, f, f, psi_p4, beta, psi_p4, beta)
     assert on_p4 == n * 4 * h * h * k * k * c * (8 + 2 + 8 + 2)
     dense = affine_self_conv_flops(query, query, query, (c, c, k, k), beta, (c, c, k, k), beta)
     assert dense == n * h * h * k * k * c * (2 * c + 2 + 2 * c + 2)

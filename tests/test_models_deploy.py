@@ -11,8 +11,8 @@ import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
-from model_helpers import TINY, awake, relative_error, tiny, trained
-from torch import nn
+from model_helpers import TINY, awake, channels_last, relative_error, tiny, trained
+from torch import Tensor, nn
 
 from selfconv.models import create_model, export_onnx, export_program, fold_batch_norm, list_models
 from selfconv.nn import GroupBatchNorm, set_backend
@@ -114,7 +114,7 @@ def test_bfloat16_autocast(name: str) -> None:
 @pytest.mark.parametrize("name", ["resnet29_asc_se", "p4resnet29_asc_se", "p4mresnet29", "resnet29_sasa"])
 def test_channels_last_is_the_same_function(name: str) -> None:
     model = awake(create_model(name, depth=11, downsample="pool").double(), size=16)
-    last = copy.deepcopy(model).to(memory_format=torch.channels_last)
+    last = channels_last(copy.deepcopy(model))
     images = torch.randn(2, 3, 16, 16, dtype=torch.float64)
     features = last.forward_features(images.to(memory_format=torch.channels_last))
     if model.config["spatial"] == "conv":  # what attention returns is its backend's to choose
@@ -126,6 +126,20 @@ def test_channels_last_is_the_same_function(name: str) -> None:
     (last(images.to(memory_format=torch.channels_last)) ** 2).sum().backward()
     for ours, theirs in zip(last.parameters(), model.parameters(), strict=True):
         assert torch.allclose(ours.grad, theirs.grad, rtol=1e-6, atol=1e-9)  # type: ignore[arg-type]
+
+
+def saved_elements(model: nn.Module, images: Tensor) -> int:
+    """How much a forward pass keeps for the backward pass."""
+    total = 0
+
+    def pack(t: Tensor) -> Tensor:
+        nonlocal total
+        total += t.numel()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model(images)
+    return total
 
 
 @pytest.mark.parametrize("name", ["resnet29_asc", "p4resnet29_se"])
@@ -140,14 +154,7 @@ def test_gradient_checkpointing_changes_nothing_but_memory(name: str) -> None:
         assert torch.allclose(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12)  # type: ignore[arg-type]
     for key, value in plain.state_dict().items():  # the second pass has not moved the statistics again
         assert torch.equal(saving.state_dict()[key], value), key
-    kept = []
-    for model in (plain, saving):
-        sizes: list[int] = []
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda t, s=sizes: s.append(t.numel()) or t, lambda t: t
-        ):
-            model(images)
-        kept.append(sum(sizes))
+    kept = [saved_elements(model, images) for model in (plain, saving)]
     assert kept[1] < kept[0] / 3
     saving.set_grad_checkpointing(False)
     assert torch.equal(saving.eval()(images), plain.eval()(images))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -163,7 +164,7 @@ def test_the_warning_says_which_sizes_are_exact_once_for_each_size() -> None:
     ],
 )
 def test_a_shift_by_multiples_of_4_shifts_the_features(
-    name: str, size: int, border: int, overrides: dict[str, int]
+    name: str, size: int, border: int, overrides: dict[str, Any]
 ) -> None:
     model = awake(create_model(name, **overrides).double(), size=16)
     scene = torch.randn(1, 3, size + 8, size + 8, dtype=torch.float64)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from model_helpers import TINY, tiny
+from model_helpers import TINY, channels_last, tiny
 from safetensors.torch import load_file
 
 from selfconv.models import ResNet, create_model, fold_batch_norm, list_models, registry
@@ -21,6 +21,7 @@ from selfconv.models._sharing import load_weights
 IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.filterwarnings("ignore:.*only approximately")
 @pytest.mark.parametrize("name", list_models("*29*"))
 def test_round_trip_is_exact(name: str, tmp_path: Path) -> None:
     overrides = {"num_heads": 1} if "sasa" in name else {}
@@ -44,7 +45,7 @@ def test_a_loaded_model_can_be_trained(tmp_path: Path) -> None:
 
 
 def test_dtype_and_memory_format_do_not_matter(tmp_path: Path) -> None:
-    model = tiny("p4resnet29_asc").to(torch.bfloat16).to(memory_format=torch.channels_last)
+    model = channels_last(tiny("p4resnet29_asc").to(torch.bfloat16))
     model.save_pretrained(tmp_path)
     again = ResNet.from_pretrained(tmp_path)
     assert next(again.parameters()).dtype == torch.bfloat16

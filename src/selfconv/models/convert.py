@@ -36,17 +36,19 @@ class Conversion:
     flops: tuple[int, int] | None  # before and after, if an input shape was given
 
     def __str__(self) -> str:
-        lines = [
-            f"replaced {len(self.replaced)} of {len(self.replaced) + len(self.kept)} spatial convolutions"
-        ]
-        lines += [
-            f"  {name}: {conv} → {self.model.get_submodule(name)}" for name, conv in self.replaced.items()
-        ]
+        total = len(self.replaced) + len(self.kept)
+        lines = [f"replaced {len(self.replaced)} of {total} spatial convolutions"]
+        for name, conv in self.replaced.items():
+            lines.append(f"  {name}: {conv} → {_one_line(self.model.get_submodule(name))}")
         lines += [f"  {name}: kept, {reason}" for name, reason in self.kept.items()]
         lines.append(_change("parameters", self.parameters))
         if self.flops is not None:
             lines.append(_change("FLOPs", self.flops))
         return "\n".join(lines)
+
+
+def _one_line(module: nn.Module) -> str:
+    return " ".join(str(module).split())
 
 
 def _change(what: str, counts: tuple[int, int]) -> str:
@@ -96,11 +98,11 @@ def convert(
         elif chosen is not None and name not in chosen:
             kept[name] = "it was not asked for"
         elif chosen is not None and obstacle:
-            raise ValueError(f"{name} ({conv}) cannot be replaced: {obstacle}")
+            raise ValueError(f"{name} ({_one_line(conv)}) cannot be replaced: {obstacle}")
         elif obstacle:
             kept[name] = obstacle
         else:
-            replaced[name] = str(conv)
+            replaced[name] = _one_line(conv)
             if conv not in new:
                 new[conv] = _replacement(conv, layer, kernel_size, num_heads, options)
     for name in replaced:

@@ -35,6 +35,14 @@ def _load(module: str) -> Run | str:
         return f"cannot be imported ({type(error).__name__}: {error})"
 
 
+def _numba_refusal(call: Call) -> str | None:
+    if call.query.device.type != "cpu":
+        return f"runs on the CPU; the tensors are on {call.query.device}"
+    if call.dense:
+        return "takes ψ per channel; this ψ maps channel to channel"
+    return None
+
+
 def _serves_all(call: Call) -> None:
     return None
 
@@ -44,6 +52,7 @@ def _only_when_asked(call: Call) -> str:
 
 
 _BACKENDS = {  # in order of preference
+    "numba": Backend("numba_cpu", _numba_refusal),
     "eager": Backend("eager", _serves_all),
     "reference": Backend("reference", _only_when_asked),
 }

@@ -139,7 +139,7 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
 def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> Any:
     *features, table_k, table_v, lse = ctx.saved_tensors
     if grad is None:
-        return None, None, None, None
+        return [None] * len(features), None, None, None
     d_features, d_table_k, d_table_v = torch.ops.selfconv.numba_backward(
         grad, features, table_k, table_v, lse, ctx.scale
     )

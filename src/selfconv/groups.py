@@ -132,12 +132,17 @@ class Group:
         return steered.unflatten(-1, (len(self), *(() if planar else (domain,)), k, k))
 
 
-@cache
+@torch.compiler.assume_constant_result
 def _steering_index(group: Group, domain: int, k: int) -> list[int]:
     """Where in a flat filter [domain·k·k] the value of L_P[ψ](R, y) stands, for P, R, y in order.
 
-    Cached as numbers: a cached tensor could be one that belongs to a tracer.
+    Kept as numbers: a tensor made while a graph is traced would belong to the tracer.
     """
+    return _compute_steering_index(group, domain, k)
+
+
+@cache
+def _compute_steering_index(group: Group, domain: int, k: int) -> list[int]:
     middle = (k - 1) / 2
     index = []
     for p in group:

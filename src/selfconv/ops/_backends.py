@@ -5,8 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
 
 from torch import Tensor
 
@@ -17,22 +15,31 @@ Run = Callable[[Call], Tensor]
 
 @dataclass(frozen=True)
 class Backend:
-    """A backend's module, imported when first used, and why it would not serve a call (None if it would)."""
+    """How to import a backend, at its first use, and why it would not serve a call (None if it would)."""
 
-    module: str
+    load: Callable[[], Run]
     refusal: Callable[[Call], str | None]
 
-    def load(self) -> Run | str:
-        """Its ``run``, or why it cannot be had."""
-        return _load(self.module)
+
+# Import statements, not importlib: torch.compile traces through them.
 
 
-@cache
-def _load(module: str) -> Run | str:
-    try:
-        return import_module(f"selfconv.ops.{module}").run
-    except Exception as error:  # a broken installation must not take the others down
-        return f"cannot be imported ({type(error).__name__}: {error})"
+def _numba() -> Run:
+    from selfconv.ops.numba_cpu import run
+
+    return run
+
+
+def _eager() -> Run:
+    from selfconv.ops.eager import run
+
+    return run
+
+
+def _reference() -> Run:
+    from selfconv.ops.reference import run
+
+    return run
 
 
 def _numba_refusal(call: Call) -> str | None:
@@ -52,11 +59,22 @@ def _only_when_asked(call: Call) -> str:
 
 
 _BACKENDS = {  # in order of preference
-    "numba": Backend("numba_cpu", _numba_refusal),
-    "eager": Backend("eager", _serves_all),
-    "reference": Backend("reference", _only_when_asked),
+    "numba": Backend(_numba, _numba_refusal),
+    "eager": Backend(_eager, _serves_all),
+    "reference": Backend(_reference, _only_when_asked),
 }
 BACKENDS = tuple(_BACKENDS)
+_loaded: dict[str, Run | str] = {}
+
+
+def _load(name: str) -> Run | str:
+    """The backend's ``run``, or why it cannot be had."""
+    if name not in _loaded:
+        try:
+            _loaded[name] = _BACKENDS[name].load()
+        except Exception as error:  # a broken installation must not take the others down
+            _loaded[name] = f"cannot be imported ({type(error).__name__}: {error})"
+    return _loaded[name]
 
 
 def check_backend(name: str | None) -> None:
@@ -70,30 +88,29 @@ def choose_backend(call: Call, name: str | None) -> Run:
     """The function that runs a call: the one asked for, or else the first in order that serves it."""
     check_backend(name)
     if name == "reference":
-        return import_module("selfconv.ops.reference").run
+        return _reference()
     for candidate in [name] if name else BACKENDS:
-        backend = _BACKENDS[candidate]
-        refusal = backend.refusal(call)
-        run = refusal or backend.load()
+        refusal = _BACKENDS[candidate].refusal(call)
+        run = refusal or _load(candidate)
         if callable(run):
             return run
         if name:
             raise ValueError(f"backend {name!r} does not serve this call: it {run}")
-        if not refusal:
-            _warn_once(f"selfconv: the {candidate} backend {run}; falling back to a slower one")
+        if not refusal and candidate not in _warned:
+            _warned.add(candidate)
+            message = f"selfconv: the {candidate} backend {run}; falling back to a slower one"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
     raise AssertionError("the eager backend serves every call")
 
 
-@cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=2)
+_warned: set[str] = set()
 
 
 def explain_call(call: Call) -> str:
     """A line per backend, in order of preference: whether it would run the call, or why not."""
     lines, chosen = [], False
     for name, backend in _BACKENDS.items():
-        reason = backend.refusal(call) or backend.load()
+        reason = backend.refusal(call) or _load(name)
         if callable(reason):
             verdict = "would serve, if asked for" if chosen else "runs"
             chosen = True

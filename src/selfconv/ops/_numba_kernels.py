@@ -404,12 +404,12 @@ _signature = types.void(types.CPointer(types.int64))
 
 @cache
 def forward_worker(dtype, R):
-    """The forward pass as a native function of an argument block, for one dtype and R."""
-    planes = (0,) * R
+    """The forward pass as a native function of an argument block, for one dtype (by name) and R."""
+    planes, number = (0,) * R, np.dtype(dtype).type
 
     @cfunc(_signature, cache=True)
     def worker(args):
-        forward(planes, dtype, args)
+        forward(planes, number, args)
 
     return worker
 
@@ -417,10 +417,10 @@ def forward_worker(dtype, R):
 @cache
 def backward_worker(dtype, R):
     """The backward pass, likewise."""
-    planes = (0,) * R
+    planes, number = (0,) * R, np.dtype(dtype).type
 
     @cfunc(_signature, cache=True)
     def worker(args):
-        backward(planes, dtype, args)
+        backward(planes, number, args)
 
     return worker

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from selfconv.ops import _numba_kernels as kernels
 from selfconv.ops._call import Call
@@ -149,6 +150,37 @@ def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> Any:
 numba_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
+@register_flop_formula(torch.ops.selfconv.numba_forward)
+def _forward_flops(
+    features: Sequence[Sequence[int]],
+    table_k: Sequence[int],
+    table_v: Sequence[int],
+    *args: Any,
+    **kwargs: Any,
+) -> int:
+    n, _, _, h, w = features[0]
+    return affine_self_conv_flops(n * h * w, table_k, table_v)
+
+
+@register_flop_formula(torch.ops.selfconv.numba_backward)
+def _backward_flops(
+    grad: Sequence[int],
+    features: Sequence[Sequence[int]],
+    table_k: Sequence[int],
+    table_v: Sequence[int],
+    *args: Any,
+    **kwargs: Any,
+) -> int:
+    """The forward pass again, and for each of its products one for either factor's gradient."""
+    n, _, _, h, w = features[0]
+    return 3 * affine_self_conv_flops(n * h * w, table_k, table_v)
+
+
+def affine_self_conv_flops(positions: int, table_k: Sequence[int], table_v: Sequence[int]) -> int:
+    """Two for each multiply-add: R + 1 for an entry of either table (the affine map, then score or sum)."""
+    return 2 * positions * (math.prod(table_k) + math.prod(table_v))
+
+
 def _run(
     make_worker: Any,
     maps: tuple[Tensor, ...],
@@ -190,5 +222,5 @@ def _run(
         ],
         np.int64,
     )  # fmt: skip
-    dtype = np.float32 if q.dtype == torch.float32 else np.float64
+    dtype = "float32" if q.dtype == torch.float32 else "float64"
     run_workers(make_worker(dtype, r1 - 1).address, block.ctypes.data, threads)

@@ -127,22 +127,22 @@ class Group:
             )
         if len(self) == 1:
             return filters.unsqueeze(-3 if planar else -4)
+        if (
+            torch.compiler.is_dynamo_compiling()
+        ):  # which would trace the making of the index, number by number
+            views = [self.act_planar(filters, p) if planar else self.act(filters, p) for p in self]
+            return torch.stack(views, -3 if planar else -4)
         index = torch.tensor(_steering_index(self, domain, k), device=filters.device)
         steered = filters.flatten(-2 if planar else -3).index_select(-1, index)
         return steered.unflatten(-1, (len(self), *(() if planar else (domain,)), k, k))
 
 
-@torch.compiler.assume_constant_result
+@cache
 def _steering_index(group: Group, domain: int, k: int) -> list[int]:
     """Where in a flat filter [domain·k·k] the value of L_P[ψ](R, y) stands, for P, R, y in order.
 
     Kept as numbers: a tensor made while a graph is traced would belong to the tracer.
     """
-    return _compute_steering_index(group, domain, k)
-
-
-@cache
-def _compute_steering_index(group: Group, domain: int, k: int) -> list[int]:
     middle = (k - 1) / 2
     index = []
     for p in group:

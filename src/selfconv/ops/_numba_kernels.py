@@ -21,8 +21,8 @@ Filters arrive as tables ``[heads, P, k, C/heads, k, R + 1]``: for each row offs
 first ψ for every R, then β. Nothing of size k²·C·h·w exists: α, ds and e are for one head, one plane and a
 band of rows.
 
-Numba specialises on the dtype and on ``len(planes)`` = R, so that loops over R unroll. All else, the
-window's size and all strides included, is read at run time: one compilation serves all shapes.
+Compiled for a dtype and R = ``len(planes)``, so that loops over R unroll. All else, the window's size and all
+strides included, is read at run time: one compilation serves all shapes.
 """
 
 # No `from __future__ import annotations`: Numba reads these functions, and they are not annotated.
@@ -164,71 +164,6 @@ def products(planes, k, a, b, table, channels, tile, step, at, out):
 
 
 @njit(**_options)
-def forward(planes, dtype, args):
-    R = len(planes)
-    k = args[18]
-    lanes = lanes_of(dtype)
-    step = PARTS * lanes
-    sizes, tile = read_sizes(args), _make_tile(k // 2, args[15], args[16], lanes, args[17])
-    c_k, c_v = sizes.c_k, sizes.c_v
-    scale = splat(dtype(pointer(args[10], np.float64)[0] * LOG2_E))
-    query, key = read_map(args, HEADER, dtype), read_map(args, HEADER + 6, dtype)
-    value, out = read_map(args, HEADER + 12, dtype), read_map(args, HEADER + 18, dtype)
-    lse = read_map(args, HEADER + 24, dtype)
-
-    q = advance(pointer(args[11], dtype), fetch_add(args, 0, 1) * args[12])
-    clear(q, args[12])
-    keys = advance(q, c_k * tile.plane)
-    values = advance(keys, c_k * R * tile.plane)
-    o = advance(values, c_v * R * tile.plane)
-    logs = advance(o, c_v * tile.plane)
-    alpha = advance(logs, tile.plane)
-
-    while True:
-        task = fetch_add(args, 1, args[3])
-        if task >= args[2]:
-            break
-        for head_of_image in range(task, min(task + args[3], args[2])):
-            n, head = divmod(head_of_image, sizes.heads)
-            copy_in(key, n, head * c_k, c_k, 0, R, sizes, tile, keys)
-            copy_in(value, n, head * c_v, c_v, 0, R, sizes, tile, values)
-            for p in range(sizes.planes):
-                copy_in(query, n, head * c_k, c_k, p, 1, sizes, tile, q)
-                window = (head * sizes.planes + p) * k * k * (R + 1)
-                table_k = advance(pointer(args[13], dtype), window * c_k)
-                table_v = advance(pointer(args[14], dtype), window * c_v)
-                for index in range(0, tile.rows * tile.parts, PARTS):
-                    at = offsets_of(tile, lanes, index)
-                    products(planes, k, q, keys, table_k, c_k, tile, step, at, alpha)
-                    largest = load(alpha, 0)
-                    for t in range(step, k * k * step, step):
-                        largest = maximum(largest, load(alpha, t))
-                    total = splat(dtype(0))
-                    for t in range(0, k * k * step, step):
-                        weight = exp2((load(alpha, t) - largest) * scale)
-                        total = total + weight
-                        store(alpha, t, weight)
-                    inverse = splat(dtype(1)) / total
-                    for c in range(c_v):
-                        aggregated = splat(dtype(0))
-                        entry = c * k * (R + 1)
-                        for row in range(k):
-                            first = c * R * tile.plane + (row - tile.border) * tile.stride - tile.border
-                            for column in range(k):
-                                affine = broadcast(table_v, entry + R)
-                                for r in range(R):
-                                    neighbour = gather(values, at, first + r * tile.plane + column)
-                                    affine = fma(neighbour, broadcast(table_v, entry + r), affine)
-                                aggregated = fma(load(alpha, (row * k + column) * step), affine, aggregated)
-                                entry += R + 1
-                            entry += (c_v - 1) * k * (R + 1)
-                        scatter(o, at, c * tile.plane, aggregated * inverse)
-                    scatter(logs, at, 0, fma(largest, scale, log2(total)))
-                copy_out(o, n, head * c_v, c_v, p, 1, sizes, tile, out)
-                copy_out(logs, n, head, 1, p, 1, sizes, tile, lse)
-
-
-@njit(**_options)
 def spread(planes, k, e, table, skip, start, stop, tile, lanes, gradient):
     """gradient_R(y) += Σ_t ψ_R[t] · e[t](y − t): every y that the rows from start to stop can see."""
     R = len(planes)
@@ -266,161 +201,225 @@ def write_sums(sums, lanes, k, R, channels, gradient):
             gradient[row * channels * k * (R + 1) + entry] += total
 
 
-@njit(**_options)
-def backward(planes, dtype, args):
-    R = len(planes)
-    k = args[18]
-    lanes = lanes_of(dtype)
-    step = PARTS * lanes
-    sizes, tile = read_sizes(args), _make_tile(k // 2, args[15], args[16], lanes, args[17])
-    c_k, c_v = sizes.c_k, sizes.c_v
-    scale = dtype(pointer(args[10], np.float64)[0])
-    exponent = splat(dtype(pointer(args[10], np.float64)[0] * LOG2_E))
-    query, key = read_map(args, HEADER, dtype), read_map(args, HEADER + 6, dtype)
-    value, grad = read_map(args, HEADER + 12, dtype), read_map(args, HEADER + 18, dtype)
-    lse, d_query = read_map(args, HEADER + 24, dtype), read_map(args, HEADER + 30, dtype)
-    d_key, d_value = read_map(args, HEADER + 36, dtype), read_map(args, HEADER + 42, dtype)
-    shared = args[HEADER + 42] == args[HEADER + 36]  # key and value are one tensor: so is their gradient
-
-    q = advance(pointer(args[11], dtype), fetch_add(args, 0, 1) * args[12])
-    clear(q, args[12])
-    dq = advance(q, c_k * tile.plane)
-    g = advance(dq, c_k * tile.plane)
-    logs = advance(g, c_v * tile.plane)
-    keys = advance(logs, tile.plane)
-    d_keys = advance(keys, c_k * R * tile.plane)
-    values = advance(d_keys, c_k * R * tile.plane)
-    d_values = d_keys if shared else advance(values, c_v * R * tile.plane)
-    alpha = advance(values, 2 * c_v * R * tile.plane)  # for a band of rows, as are ds and e
-    band_plane = tile.band * tile.stride
-    ds = advance(alpha, k * k * band_plane)
-    e = advance(ds, k * k * band_plane)
-    block = advance(e, k * k * tile.e_plane)  # scores, then α, for one vector of positions
-    d_block = advance(block, k * k * step)
-    sums = advance(d_block, k * k * step)
-
-    while True:
-        task = fetch_add(args, 1, args[3])
-        if task >= args[2]:
-            break
-        for head_of_image in range(task, min(task + args[3], args[2])):
-            n, head = divmod(head_of_image, sizes.heads)
-            copy_in(key, n, head * c_k, c_k, 0, R, sizes, tile, keys)
-            copy_in(value, n, head * c_v, c_v, 0, R, sizes, tile, values)
-            clear(d_keys, c_k * R * tile.plane)
-            clear(d_values, c_v * R * tile.plane)
-            for p in range(sizes.planes):
-                copy_in(query, n, head * c_k, c_k, p, 1, sizes, tile, q)
-                copy_in(grad, n, head * c_v, c_v, p, 1, sizes, tile, g)
-                copy_in(lse, n, head, 1, p, 1, sizes, tile, logs)
-                window = (head * sizes.planes + p) * k * k * (R + 1)
-                table_k = advance(pointer(args[13], dtype), window * c_k)
-                table_v = advance(pointer(args[14], dtype), window * c_v)
-                windows = n * sizes.heads * sizes.planes * k * k * (R + 1) + window
-                d_table_k = advance(pointer(args[HEADER + 48], dtype), windows * c_k)
-                d_table_v = advance(pointer(args[HEADER + 49], dtype), windows * c_v)
-                for start in range(0, tile.rows, tile.band):
-                    stop = min(start + tile.band, tile.rows)
-                    here = -(start + tile.margin) * tile.stride  # from a tile's offsets to a band's
-                    if stop - start < tile.band:
-                        clear(e, k * k * tile.e_plane)
-                    for index in range(start * tile.parts, stop * tile.parts, PARTS):
-                        at = offsets_of(tile, lanes, index)
-                        products(planes, k, q, keys, table_k, c_k, tile, step, at, block)
-                        products(planes, k, g, values, table_v, c_v, tile, step, at, d_block)
-                        log = gather(logs, at, 0)
-                        mean = splat(dtype(0))  # Σ_t α[t] dα[t]
-                        for t in range(0, k * k * step, step):
-                            weight = exp2(load(block, t) * exponent - log)
-                            mean = fma(weight, load(d_block, t), mean)
-                            store(block, t, weight)
-                        for t in range(k * k):
-                            weight = load(block, t * step)
-                            scatter(alpha, at, here + t * band_plane, weight)
-                            d_score = weight * (load(d_block, t * step) - mean) * splat(scale)
-                            scatter(ds, at, here + t * band_plane, d_score)
-                    band_e = (PARTS - start) * tile.stride
-                    for c in range(c_k):
-                        clear(sums, k * k * (R + 1) * lanes)
-                        for index in range(start * tile.parts, stop * tile.parts, PARTS):
-                            at = offsets_of(tile, lanes, index)
-                            centre = gather(q, at, c * tile.plane)
-                            total = splat(dtype(0))
-                            entry = c * k * (R + 1)
-                            for row in range(k):
-                                first = c * R * tile.plane + (row - tile.border) * tile.stride - tile.border
-                                for column in range(k):
-                                    t = row * k + column
-                                    d_score = gather(ds, at, here + t * band_plane)
-                                    d_affine = d_score * centre
-                                    affine = broadcast(table_k, entry + R)
-                                    for r in range(R):
-                                        neighbour = gather(keys, at, first + r * tile.plane + column)
-                                        affine = fma(neighbour, broadcast(table_k, entry + r), affine)
-                                        accumulate_product(
-                                            sums, (t * (R + 1) + r) * lanes, d_affine, neighbour
-                                        )
-                                    accumulate(sums, (t * (R + 1) + R) * lanes, d_affine)
-                                    total = fma(d_score, affine, total)
-                                    scatter(e, at, band_e + t * tile.e_plane, d_affine)
-                                    entry += R + 1
-                                entry += (c_k - 1) * k * (R + 1)
-                            scatter(dq, at, c * tile.plane, total)
-                        write_sums(sums, lanes, k, R, c_k, advance(d_table_k, c * k * (R + 1)))
-                        spread(
-                            planes, k, e, advance(table_k, c * k * (R + 1)), (c_k - 1) * k * (R + 1),
-                            start, stop, tile, lanes, advance(d_keys, c * R * tile.plane),
-                        )  # fmt: skip
-                    for c in range(c_v):
-                        clear(sums, k * k * (R + 1) * lanes)
-                        for index in range(start * tile.parts, stop * tile.parts, PARTS):
-                            at = offsets_of(tile, lanes, index)
-                            centre = gather(g, at, c * tile.plane)
-                            for row in range(k):
-                                first = c * R * tile.plane + (row - tile.border) * tile.stride - tile.border
-                                for column in range(k):
-                                    t = row * k + column
-                                    d_affine = gather(alpha, at, here + t * band_plane) * centre
-                                    for r in range(R):
-                                        neighbour = gather(values, at, first + r * tile.plane + column)
-                                        accumulate_product(
-                                            sums, (t * (R + 1) + r) * lanes, d_affine, neighbour
-                                        )
-                                    accumulate(sums, (t * (R + 1) + R) * lanes, d_affine)
-                                    scatter(e, at, band_e + t * tile.e_plane, d_affine)
-                        write_sums(sums, lanes, k, R, c_v, advance(d_table_v, c * k * (R + 1)))
-                        spread(
-                            planes, k, e, advance(table_v, c * k * (R + 1)), (c_v - 1) * k * (R + 1),
-                            start, stop, tile, lanes, advance(d_values, c * R * tile.plane),
-                        )  # fmt: skip
-                copy_out(dq, n, head * c_k, c_k, p, 1, sizes, tile, d_query)
-            copy_out(d_keys, n, head * c_k, c_k, 0, R, sizes, tile, d_key)
-            if not shared:
-                copy_out(d_values, n, head * c_v, c_v, 0, R, sizes, tile, d_value)
-
-
 _signature = types.void(types.CPointer(types.int64))
 
 
 @cache
-def forward_worker(dtype, R):
-    """The forward pass as a native function of an argument block, for one dtype (by name) and R."""
-    planes, number = (0,) * R, np.dtype(dtype).type
+def forward_worker(name, order):
+    """The forward pass as a native function of an argument block, for one dtype and R = order.
+
+    The kernel is a closure, not a function that takes these as arguments: Numba would compile that twice.
+    """
+    dtype, planes = np.dtype(name).type, (0,) * order
 
     @cfunc(_signature, cache=True)
     def worker(args):
-        forward(planes, number, args)
+        R = len(planes)
+        k = args[18]
+        lanes = lanes_of(dtype)
+        step = PARTS * lanes
+        sizes, tile = read_sizes(args), _make_tile(k // 2, args[15], args[16], lanes, args[17])
+        c_k, c_v = sizes.c_k, sizes.c_v
+        scale = splat(dtype(pointer(args[10], np.float64)[0] * LOG2_E))
+        query, key = read_map(args, HEADER, dtype), read_map(args, HEADER + 6, dtype)
+        value, out = read_map(args, HEADER + 12, dtype), read_map(args, HEADER + 18, dtype)
+        lse = read_map(args, HEADER + 24, dtype)
+
+        q = advance(pointer(args[11], dtype), fetch_add(args, 0, 1) * args[12])
+        clear(q, args[12])
+        keys = advance(q, c_k * tile.plane)
+        values = advance(keys, c_k * R * tile.plane)
+        o = advance(values, c_v * R * tile.plane)
+        logs = advance(o, c_v * tile.plane)
+        alpha = advance(logs, tile.plane)
+
+        while True:
+            task = fetch_add(args, 1, args[3])
+            if task >= args[2]:
+                break
+            for head_of_image in range(task, min(task + args[3], args[2])):
+                n, head = divmod(head_of_image, sizes.heads)
+                copy_in(key, n, head * c_k, c_k, 0, R, sizes, tile, keys)
+                copy_in(value, n, head * c_v, c_v, 0, R, sizes, tile, values)
+                for p in range(sizes.planes):
+                    copy_in(query, n, head * c_k, c_k, p, 1, sizes, tile, q)
+                    window = (head * sizes.planes + p) * k * k * (R + 1)
+                    table_k = advance(pointer(args[13], dtype), window * c_k)
+                    table_v = advance(pointer(args[14], dtype), window * c_v)
+                    for index in range(0, tile.rows * tile.parts, PARTS):
+                        at = offsets_of(tile, lanes, index)
+                        products(planes, k, q, keys, table_k, c_k, tile, step, at, alpha)
+                        largest = load(alpha, 0)
+                        for t in range(step, k * k * step, step):
+                            largest = maximum(largest, load(alpha, t))
+                        total = splat(dtype(0))
+                        for t in range(0, k * k * step, step):
+                            weight = exp2((load(alpha, t) - largest) * scale)
+                            total = total + weight
+                            store(alpha, t, weight)
+                        inverse = splat(dtype(1)) / total
+                        for c in range(c_v):
+                            aggregated = splat(dtype(0))
+                            entry = c * k * (R + 1)
+                            for row in range(k):
+                                first = c * R * tile.plane + (row - tile.border) * tile.stride - tile.border
+                                for column in range(k):
+                                    affine = broadcast(table_v, entry + R)
+                                    for r in range(R):
+                                        neighbour = gather(values, at, first + r * tile.plane + column)
+                                        affine = fma(neighbour, broadcast(table_v, entry + r), affine)
+                                    aggregated = fma(
+                                        load(alpha, (row * k + column) * step), affine, aggregated
+                                    )
+                                    entry += R + 1
+                                entry += (c_v - 1) * k * (R + 1)
+                            scatter(o, at, c * tile.plane, aggregated * inverse)
+                        scatter(logs, at, 0, fma(largest, scale, log2(total)))
+                    copy_out(o, n, head * c_v, c_v, p, 1, sizes, tile, out)
+                    copy_out(logs, n, head, 1, p, 1, sizes, tile, lse)
 
     return worker
 
 
 @cache
-def backward_worker(dtype, R):
+def backward_worker(name, order):
     """The backward pass, likewise."""
-    planes, number = (0,) * R, np.dtype(dtype).type
+    dtype, planes = np.dtype(name).type, (0,) * order
 
     @cfunc(_signature, cache=True)
     def worker(args):
-        backward(planes, number, args)
+        R = len(planes)
+        k = args[18]
+        lanes = lanes_of(dtype)
+        step = PARTS * lanes
+        sizes, tile = read_sizes(args), _make_tile(k // 2, args[15], args[16], lanes, args[17])
+        c_k, c_v = sizes.c_k, sizes.c_v
+        scale = dtype(pointer(args[10], np.float64)[0])
+        exponent = splat(dtype(pointer(args[10], np.float64)[0] * LOG2_E))
+        query, key = read_map(args, HEADER, dtype), read_map(args, HEADER + 6, dtype)
+        value, grad = read_map(args, HEADER + 12, dtype), read_map(args, HEADER + 18, dtype)
+        lse, d_query = read_map(args, HEADER + 24, dtype), read_map(args, HEADER + 30, dtype)
+        d_key, d_value = read_map(args, HEADER + 36, dtype), read_map(args, HEADER + 42, dtype)
+        shared = args[HEADER + 42] == args[HEADER + 36]  # key and value are one tensor: so is their gradient
+
+        q = advance(pointer(args[11], dtype), fetch_add(args, 0, 1) * args[12])
+        clear(q, args[12])
+        dq = advance(q, c_k * tile.plane)
+        g = advance(dq, c_k * tile.plane)
+        logs = advance(g, c_v * tile.plane)
+        keys = advance(logs, tile.plane)
+        d_keys = advance(keys, c_k * R * tile.plane)
+        values = advance(d_keys, c_k * R * tile.plane)
+        d_values = d_keys if shared else advance(values, c_v * R * tile.plane)
+        alpha = advance(values, 2 * c_v * R * tile.plane)  # for a band of rows, as are ds and e
+        band_plane = tile.band * tile.stride
+        ds = advance(alpha, k * k * band_plane)
+        e = advance(ds, k * k * band_plane)
+        block = advance(e, k * k * tile.e_plane)  # scores, then α, for one vector of positions
+        d_block = advance(block, k * k * step)
+        sums = advance(d_block, k * k * step)
+
+        while True:
+            task = fetch_add(args, 1, args[3])
+            if task >= args[2]:
+                break
+            for head_of_image in range(task, min(task + args[3], args[2])):
+                n, head = divmod(head_of_image, sizes.heads)
+                copy_in(key, n, head * c_k, c_k, 0, R, sizes, tile, keys)
+                copy_in(value, n, head * c_v, c_v, 0, R, sizes, tile, values)
+                clear(d_keys, c_k * R * tile.plane)
+                clear(d_values, c_v * R * tile.plane)
+                for p in range(sizes.planes):
+                    copy_in(query, n, head * c_k, c_k, p, 1, sizes, tile, q)
+                    copy_in(grad, n, head * c_v, c_v, p, 1, sizes, tile, g)
+                    copy_in(lse, n, head, 1, p, 1, sizes, tile, logs)
+                    window = (head * sizes.planes + p) * k * k * (R + 1)
+                    table_k = advance(pointer(args[13], dtype), window * c_k)
+                    table_v = advance(pointer(args[14], dtype), window * c_v)
+                    windows = n * sizes.heads * sizes.planes * k * k * (R + 1) + window
+                    d_table_k = advance(pointer(args[HEADER + 48], dtype), windows * c_k)
+                    d_table_v = advance(pointer(args[HEADER + 49], dtype), windows * c_v)
+                    for start in range(0, tile.rows, tile.band):
+                        stop = min(start + tile.band, tile.rows)
+                        here = -(start + tile.margin) * tile.stride  # from a tile's offsets to a band's
+                        if stop - start < tile.band:
+                            clear(e, k * k * tile.e_plane)
+                        for index in range(start * tile.parts, stop * tile.parts, PARTS):
+                            at = offsets_of(tile, lanes, index)
+                            products(planes, k, q, keys, table_k, c_k, tile, step, at, block)
+                            products(planes, k, g, values, table_v, c_v, tile, step, at, d_block)
+                            log = gather(logs, at, 0)
+                            mean = splat(dtype(0))  # Σ_t α[t] dα[t]
+                            for t in range(0, k * k * step, step):
+                                weight = exp2(load(block, t) * exponent - log)
+                                mean = fma(weight, load(d_block, t), mean)
+                                store(block, t, weight)
+                            for t in range(k * k):
+                                weight = load(block, t * step)
+                                scatter(alpha, at, here + t * band_plane, weight)
+                                d_score = weight * (load(d_block, t * step) - mean) * splat(scale)
+                                scatter(ds, at, here + t * band_plane, d_score)
+                        band_e = (PARTS - start) * tile.stride
+                        for c in range(c_k):
+                            clear(sums, k * k * (R + 1) * lanes)
+                            for index in range(start * tile.parts, stop * tile.parts, PARTS):
+                                at = offsets_of(tile, lanes, index)
+                                centre = gather(q, at, c * tile.plane)
+                                total = splat(dtype(0))
+                                entry = c * k * (R + 1)
+                                for row in range(k):
+                                    first = (
+                                        c * R * tile.plane + (row - tile.border) * tile.stride - tile.border
+                                    )
+                                    for column in range(k):
+                                        t = row * k + column
+                                        d_score = gather(ds, at, here + t * band_plane)
+                                        d_affine = d_score * centre
+                                        affine = broadcast(table_k, entry + R)
+                                        for r in range(R):
+                                            neighbour = gather(keys, at, first + r * tile.plane + column)
+                                            affine = fma(neighbour, broadcast(table_k, entry + r), affine)
+                                            accumulate_product(
+                                                sums, (t * (R + 1) + r) * lanes, d_affine, neighbour
+                                            )
+                                        accumulate(sums, (t * (R + 1) + R) * lanes, d_affine)
+                                        total = fma(d_score, affine, total)
+                                        scatter(e, at, band_e + t * tile.e_plane, d_affine)
+                                        entry += R + 1
+                                    entry += (c_k - 1) * k * (R + 1)
+                                scatter(dq, at, c * tile.plane, total)
+                            write_sums(sums, lanes, k, R, c_k, advance(d_table_k, c * k * (R + 1)))
+                            spread(
+                                planes, k, e, advance(table_k, c * k * (R + 1)), (c_k - 1) * k * (R + 1),
+                                start, stop, tile, lanes, advance(d_keys, c * R * tile.plane),
+                            )  # fmt: skip
+                        for c in range(c_v):
+                            clear(sums, k * k * (R + 1) * lanes)
+                            for index in range(start * tile.parts, stop * tile.parts, PARTS):
+                                at = offsets_of(tile, lanes, index)
+                                centre = gather(g, at, c * tile.plane)
+                                for row in range(k):
+                                    first = (
+                                        c * R * tile.plane + (row - tile.border) * tile.stride - tile.border
+                                    )
+                                    for column in range(k):
+                                        t = row * k + column
+                                        d_affine = gather(alpha, at, here + t * band_plane) * centre
+                                        for r in range(R):
+                                            neighbour = gather(values, at, first + r * tile.plane + column)
+                                            accumulate_product(
+                                                sums, (t * (R + 1) + r) * lanes, d_affine, neighbour
+                                            )
+                                        accumulate(sums, (t * (R + 1) + R) * lanes, d_affine)
+                                        scatter(e, at, band_e + t * tile.e_plane, d_affine)
+                            write_sums(sums, lanes, k, R, c_v, advance(d_table_v, c * k * (R + 1)))
+                            spread(
+                                planes, k, e, advance(table_v, c * k * (R + 1)), (c_v - 1) * k * (R + 1),
+                                start, stop, tile, lanes, advance(d_values, c * R * tile.plane),
+                            )  # fmt: skip
+                    copy_out(dq, n, head * c_k, c_k, p, 1, sizes, tile, d_query)
+                copy_out(d_keys, n, head * c_k, c_k, 0, R, sizes, tile, d_key)
+                if not shared:
+                    copy_out(d_values, n, head * c_v, c_v, 0, R, sizes, tile, d_value)
 
     return worker

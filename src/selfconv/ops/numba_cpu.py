@@ -21,6 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from selfconv.ops import _numba_kernels as kernels
 from selfconv.ops._call import Call
+from selfconv.ops._flops import affine_self_conv_flops
 from selfconv.ops._simd import PART_BYTES, PARTS
 from selfconv.ops._threads import num_threads, run_workers
 
@@ -151,34 +152,20 @@ numba_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
 @register_flop_formula(torch.ops.selfconv.numba_forward)
-def _forward_flops(
-    features: Sequence[Sequence[int]],
-    table_k: Sequence[int],
-    table_v: Sequence[int],
-    *args: Any,
-    **kwargs: Any,
-) -> int:
+def _forward_flops(features: Any, table_k: Any, table_v: Any, *args: Any, **kwargs: Any) -> int:
+    """From the shapes, which is what torch hands to such a formula."""
     n, _, _, h, w = features[0]
-    return affine_self_conv_flops(n * h * w, table_k, table_v)
+    heads, planes, k, c_k, _, r1 = table_k
+    c_v = table_v[3]
+    query, value = (n, heads * c_k, planes, h, w), (n, heads * c_v, planes, h, w)
+    psi_k, psi_v = (heads * c_k, r1 - 1, k, k), (heads * c_v, r1 - 1, k, k)
+    return affine_self_conv_flops(query, query, value, psi_k, None, psi_v, None)
 
 
 @register_flop_formula(torch.ops.selfconv.numba_backward)
-def _backward_flops(
-    grad: Sequence[int],
-    features: Sequence[Sequence[int]],
-    table_k: Sequence[int],
-    table_v: Sequence[int],
-    *args: Any,
-    **kwargs: Any,
-) -> int:
+def _backward_flops(grad: Any, features: Any, table_k: Any, table_v: Any, *args: Any, **kwargs: Any) -> int:
     """The forward pass again, and for each of its products one for either factor's gradient."""
-    n, _, _, h, w = features[0]
-    return 3 * affine_self_conv_flops(n * h * w, table_k, table_v)
-
-
-def affine_self_conv_flops(positions: int, table_k: Sequence[int], table_v: Sequence[int]) -> int:
-    """Two for each multiply-add: R + 1 for an entry of either table (the affine map, then score or sum)."""
-    return 2 * positions * (math.prod(table_k) + math.prod(table_v))
+    return 3 * _forward_flops(features, table_k, table_v)
 
 
 def _run(

@@ -136,7 +136,7 @@ def check(case: Case, against: str = "reference") -> None:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     # few taps in all: the interpreter takes a tenth of a second for each of them
-    few = [("z2", 1, 3), ("z2", 3, 1), ("p4", 1, 2), ("p4m", 1, 1)]
+    few = [("z2", 1, 2), ("z2", 3, 1), ("p4", 1, 2), ("p4m", 1, 1)]
     group, kernel_size, num_heads = draw(st.sampled_from(few))
     return Case(
         group,
@@ -151,7 +151,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=10)
+@settings(max_examples=8)
 @given(cases())
 def test_agrees_with_the_reference(case: Case) -> None:
     check(case)
@@ -193,8 +193,9 @@ def test_operators() -> None:
 
 
 def test_compiles_to_one_graph_with_the_same_bits() -> None:
-    case = Case()
-    inputs, grad = case.inputs(), torch.randn(2, 3, 4, 3, device=DEVICE)
+    case = Case("p4", 1)
+    inputs = case.inputs()
+    grad = torch.randn_like(inputs["value"])
     expected = case.run(inputs, "triton", grad)
     leaves = {name: t.detach().requires_grad_() for name, t in inputs.items()}
     compiled = torch.compile(affine_self_conv, fullgraph=True, backend="aot_eager")

@@ -177,7 +177,8 @@ def _backward_query(
     q = tl.load(_at(query, query_strides, n, c_k, p, i, j), live & exist_k, 0.0).to(dtype) * factor
     g = tl.load(_at(grad, grad_strides, n, c_v, p, i, j), live & exist_v, 0.0).to(dtype)
     lse_x = tl.load(lse + (head * P + p) * positions + x, live, 0.0)
-    delta_x = tl.zeros((BLOCK, 1, 1), dtype)
+    total = tl.zeros((BLOCK, 1, 1), dtype)  # Σ α
+    delta_x = tl.zeros((BLOCK, 1, 1), dtype)  # Σ α dα
     mean = tl.zeros((BLOCK, D_K, 1), dtype)  # Σ α a^K
     tilted = tl.zeros((BLOCK, D_K, 1), dtype)  # Σ α dα a^K
     for t in range(T):
@@ -189,9 +190,11 @@ def _backward_query(
         a_v = _affine(value_y, psi_v + t, beta_v + t, seen, exist_v, dtype)
         alpha = tl.exp(tl.sum(q * a_k, 1, keep_dims=True) - lse_x)
         d_alpha = tl.sum(g * a_v, 1, keep_dims=True)
+        total += alpha
         delta_x += alpha * d_alpha
         mean += alpha * a_k
         tilted += alpha * d_alpha * a_k
+    delta_x /= total  # which is 1 but for the rounding of lse, that would not cancel in dα − δ
     d_q = (tilted - delta_x * mean) * factor
     tl.store(_at(d_query, d_query_strides, n, c_k, p, i, j), d_q.to(d_query.dtype.element_ty), live & exist_k)
     tl.store(delta + (head * P + p) * positions + x, delta_x, live)

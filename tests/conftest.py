@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import os
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from hypothesis import settings
 settings.register_profile("ci", deadline=None, max_examples=25, derandomize=True)
 settings.load_profile("ci")
 torch.set_num_threads(1)
+if not torch.cuda.is_available():  # before anything imports triton, which reads it once
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(autouse=True)

@@ -301,12 +301,12 @@ def test_explain_names_every_backend() -> None:
     dense = torch.randn(4, 4, 3, 3)
     lines = explain(q, k, v, dense, beta_k, psi_v, beta_v, num_heads=2).splitlines()
     assert "eager: runs" in lines
-    assert "numba: takes ψ per channel; this ψ maps channel to channel" in lines
+    assert "numba: serves no dense ψ" in lines
 
 
 def test_a_forced_backend_that_cannot_serve_says_why() -> None:
     case = Case("z2", 1, (2, 2), 1, 3, (3, 3), dense=True)
-    with pytest.raises(ValueError, match="backend 'numba' does not serve this call: it takes ψ per channel"):
+    with pytest.raises(ValueError, match="backend 'numba' does not serve this call: it serves no dense ψ"):
         case.run(case.tensors(), backend="numba")
 
 

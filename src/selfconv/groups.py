@@ -62,6 +62,7 @@ class Group:
                 raise ValueError(f"group {self.name!r}: {((a, b), (c, d))} does not map the grid to itself")
         if any(_multiply(a, b) not in known for a in self.matrices for b in self.matrices):
             raise ValueError(f"group {self.name!r}: the product of two of its elements is not among them")
+        _ = self.quotient  # and with it all tables, while no compiler is tracing
 
     def __len__(self) -> int:
         return len(self.matrices)

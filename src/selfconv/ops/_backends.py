@@ -2,79 +2,114 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
+import torch
 from torch import Tensor
 
 from selfconv.ops._call import Call
 
 Run = Callable[[Call], Tensor]
+Refusal = Callable[[Call], str | None]
+
+
+def _none(call: Call) -> None:
+    return None
 
 
 @dataclass(frozen=True)
 class Backend:
-    """How to import a backend, at its first use, and why it would not serve a call (None if it would)."""
+    """How to import a backend's ``run``, and why it would not serve a call (None if it would).
+
+    ``reserve`` is why it serves the call only if asked for by name.
+    """
 
     load: Callable[[], Run]
-    refusal: Callable[[Call], str | None]
+    refusal: Refusal = _none
+    reserve: Refusal = _none
 
 
-# Import statements, not importlib: torch.compile traces through them.
+# imported when first used, by statements: torch.compile follows those, but not importlib
 
 
-def _numba() -> Run:
+def _load_triton() -> Run:
+    from selfconv.ops.triton_gpu import run
+
+    return run
+
+
+def _load_numba() -> Run:
     from selfconv.ops.numba_cpu import run
 
     return run
 
 
-def _eager() -> Run:
+def _load_eager() -> Run:
     from selfconv.ops.eager import run
 
     return run
 
 
-def _reference() -> Run:
+def _load_reference() -> Run:
     from selfconv.ops.reference import run
 
     return run
 
 
-def _numba_refusal(call: Call) -> str | None:
-    if call.query.device.type != "cpu":
-        return f"runs on the CPU; the tensors are on {call.query.device}"
+def _triton_refusal(call: Call) -> str | None:
+    dtypes = {t.dtype for t in call.tensors}
     if call.dense:
-        return "takes ψ per channel; this ψ maps channel to channel"
+        return "serves no dense ψ"
+    if not (dtypes <= {torch.float16, torch.bfloat16, torch.float32} or dtypes == {torch.float64}):
+        given = ", ".join(sorted(map(str, dtypes)))
+        return f"serves float16, bfloat16 and float32 in any mix, or float64 alone; got {given}"
+    if call.value.device.type != "cuda" and not _interpreted(call):
+        return f"runs on GPUs; the tensors are on {call.value.device}"
     return None
 
 
-def _serves_all(call: Call) -> None:
+def _triton_reserve(call: Call) -> str | None:
+    if _interpreted(call):
+        return "runs in Triton's interpreter here, for checking; ask for it by name"
     return None
 
 
-def _only_when_asked(call: Call) -> str:
+def _interpreted(call: Call) -> bool:
+    return call.value.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _numba_refusal(call: Call) -> str | None:
+    if call.value.device.type != "cpu":
+        return f"runs on the CPU; the tensors are on {call.value.device}"
+    return "serves no dense ψ" if call.dense else None
+
+
+def _reference_reserve(call: Call) -> str:
     return "is for checking the others; ask for it by name"
 
 
 _BACKENDS = {  # in order of preference
-    "numba": Backend(_numba, _numba_refusal),
-    "eager": Backend(_eager, _serves_all),
-    "reference": Backend(_reference, _only_when_asked),
+    "triton": Backend(_load_triton, _triton_refusal, _triton_reserve),
+    "numba": Backend(_load_numba, _numba_refusal),
+    "eager": Backend(_load_eager),
+    "reference": Backend(_load_reference, reserve=_reference_reserve),
 }
 BACKENDS = tuple(_BACKENDS)
-_loaded: dict[str, Run | str] = {}
+_LOADED: dict[str, Run | str] = {}
 
 
 def _load(name: str) -> Run | str:
     """The backend's ``run``, or why it cannot be had."""
-    if name not in _loaded:
+    if name not in _LOADED:
         try:
-            _loaded[name] = _BACKENDS[name].load()
+            _LOADED[name] = _BACKENDS[name].load()
         except Exception as error:  # a broken installation must not take the others down
-            _loaded[name] = f"cannot be imported ({type(error).__name__}: {error})"
-    return _loaded[name]
+            _LOADED[name] = f"cannot be imported ({type(error).__name__}: {error})"
+    return _LOADED[name]
 
 
 def check_backend(name: str | None) -> None:
@@ -87,30 +122,29 @@ def check_backend(name: str | None) -> None:
 def choose_backend(call: Call, name: str | None) -> Run:
     """The function that runs a call: the one asked for, or else the first in order that serves it."""
     check_backend(name)
-    if name == "reference":
-        return _reference()
     for candidate in [name] if name else BACKENDS:
-        refusal = _BACKENDS[candidate].refusal(call)
+        backend = _BACKENDS[candidate]
+        refusal = backend.refusal(call) or (None if name else backend.reserve(call))
         run = refusal or _load(candidate)
         if callable(run):
             return run
         if name:
             raise ValueError(f"backend {name!r} does not serve this call: it {run}")
-        if not refusal and candidate not in _warned:
-            _warned.add(candidate)
-            message = f"selfconv: the {candidate} backend {run}; falling back to a slower one"
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
+        if not refusal:
+            _warn_once(f"selfconv: the {candidate} backend {run}; falling back to a slower one")
     raise AssertionError("the eager backend serves every call")
 
 
-_warned: set[str] = set()
+@cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def explain_call(call: Call) -> str:
     """A line per backend, in order of preference: whether it would run the call, or why not."""
     lines, chosen = [], False
     for name, backend in _BACKENDS.items():
-        reason = backend.refusal(call) or _load(name)
+        reason = backend.refusal(call) or backend.reserve(call) or _load(name)
         if callable(reason):
             verdict = "would serve, if asked for" if chosen else "runs"
             chosen = True

@@ -350,10 +350,13 @@ def backward_worker(name, order):
                             products(planes, k, g, values, table_v, c_v, tile, step, at, d_block)
                             log = gather(logs, at, 0)
                             mean = splat(dtype(0))  # Σ_t α[t] dα[t]
+                            weights = splat(dtype(0))  # Σ_t α[t]: one, but for the rounding of lse
                             for t in range(0, k * k * step, step):
                                 weight = exp2(load(block, t) * exponent - log)
                                 mean = fma(weight, load(d_block, t), mean)
+                                weights = weights + weight
                                 store(block, t, weight)
+                            mean = mean / weights
                             for t in range(k * k):
                                 weight = load(block, t * step)
                                 scatter(alpha, at, here + t * band_plane, weight)

@@ -168,6 +168,6 @@ def get_group(group: str | Group) -> Group:
     """The group of that name; a Group passes through."""
     if isinstance(group, Group):
         return group
-    if group not in GROUPS:
+    if not isinstance(group, str) or group not in GROUPS:
         raise ValueError(f"unknown group {group!r}; expected one of {', '.join(map(repr, GROUPS))}")
     return GROUPS[group]

@@ -151,7 +151,8 @@ def load_weights(model: nn.Module, file: PathLike, map_location: str | torch.dev
     problems = mismatches(model, state)
     if problems:
         raise ValueError(f"{file} holds the weights of another architecture: {summary(problems)}")
-    model.load_state_dict(state, assign=True)
+    # copied: the file's own memory is not aligned, which changes last bits, and goes when the file does
+    model.load_state_dict({name: tensor.clone() for name, tensor in state.items()}, assign=True)
 
 
 def mismatches(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:

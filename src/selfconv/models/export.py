@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -72,23 +73,23 @@ def export_onnx(model: nn.Module, path: PathLike, *, input_shape: Sequence[int] 
         path: of the file to write, usually ``….onnx``.
         input_shape: of an image; by default 32×32 with the model's channels.
     """
+    for package in ("onnx", "onnxscript"):
+        if find_spec(package) is None:
+            raise ModuleNotFoundError(
+                f"ONNX export needs {package}: pip install 'selfconv[onnx]'", name=package
+            )
     model, images = _prepared(model, input_shape)
-    try:
-        torch.onnx.export(
-            model,
-            (images,),
-            os.fspath(path),
-            input_names=["images"],
-            output_names=["logits"],
-            dynamic_shapes=({0: torch.export.Dim("batch")},),
-            dynamo=True,
-            external_data=False,
-            verbose=False,
-        )
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"ONNX export needs {error.name}: pip install 'selfconv[onnx]'", name=error.name
-        ) from None
+    torch.onnx.export(
+        model,
+        (images,),
+        os.fspath(path),
+        input_names=["images"],
+        output_names=["logits"],
+        dynamic_shapes=({0: torch.export.Dim("batch")},),
+        dynamo=True,
+        external_data=False,
+        verbose=False,
+    )
 
 
 def _prepared(model: nn.Module, input_shape: Sequence[int] | None) -> tuple[nn.Module, Tensor]:

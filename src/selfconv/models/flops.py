@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,7 +51,8 @@ def count_flops(model: nn.Module, input_shape: Sequence[int]) -> int:
             layer.register_forward_pre_hook(before)
             layer.register_forward_hook(after)
     like = next(model.parameters(), torch.empty(0))
-    with torch.no_grad(), counter:
+    with torch.no_grad(), counter, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about results, which nobody looks at
         model(torch.zeros(1, *input_shape, device=like.device, dtype=like.dtype))
     return counter.get_total_flops() + correction
 

@@ -5,6 +5,7 @@ stem (3×3) → three stages of n bottleneck blocks → mean over space and grou
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,6 +16,7 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from selfconv.groups import Group, get_group
@@ -235,12 +237,13 @@ def _recompute_contexts(
 
 @contextmanager
 def _frozen_statistics(block: nn.Module) -> Iterator[None]:
-    """Batch norm as in training, but without moving its running statistics: they moved in the first pass."""
-    norms = [layer for layer in block.modules() if isinstance(layer, nn.BatchNorm2d)]
+    """Batch norm as in training, but its running statistics stay: they moved in the first pass."""
+    norms = [layer for layer in block.modules() if isinstance(layer, _BatchNorm)]
+    before = [(norm.momentum, copy.deepcopy(norm.num_batches_tracked)) for norm in norms]
     for norm in norms:
-        norm.track_running_stats = False
+        norm.momentum = 0.0
     try:
         yield
     finally:
-        for norm in norms:
-            norm.track_running_stats = True
+        for norm, (momentum, batches) in zip(norms, before, strict=True):
+            norm.momentum, norm.num_batches_tracked = momentum, batches

@@ -191,7 +191,7 @@ def markdown(results: Results, figures: Sequence[str]) -> str:
         "",
         "Made by `selfconv bench --out DIR`; not edited by hand. Times are the least of many turns in one",
         "interleaved run: read them as ratios. Kernels were checked against the reference first, outputs and",
-        "all gradients. Peak memory is what torch's allocator held at its height, beyond what was there before.",
+        "all gradients. Peak memory is what torch's allocator held at its height, over what it held before.",
         "",
         f"Measured on: {_context(results)}.",
         "",

@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-EXTRAS := dev,onnx,plot,timm,triton
+EXTRAS := dev,onnx,plot,timm,train,triton
 
 .PHONY: install demo test lint typecheck format clean
 

@@ -62,6 +62,7 @@ class Group:
                 raise ValueError(f"group {self.name!r}: {((a, b), (c, d))} does not map the grid to itself")
         if any(_multiply(a, b) not in known for a in self.matrices for b in self.matrices):
             raise ValueError(f"group {self.name!r}: the product of two of its elements is not among them")
+        _ = self.quotient  # and with it all tables, while no compiler is tracing
 
     def __len__(self) -> int:
         return len(self.matrices)
@@ -127,7 +128,9 @@ class Group:
             )
         if len(self) == 1:
             return filters.unsqueeze(-3 if planar else -4)
-        if torch.compiler.is_dynamo_compiling():  # which would trace the making of the index number by number
+        if (
+            torch.compiler.is_dynamo_compiling()
+        ):  # which would trace the making of the index, number by number
             views = [self.act_planar(filters, p) if planar else self.act(filters, p) for p in self]
             return torch.stack(views, -3 if planar else -4)
         index = torch.tensor(_steering_index(self, domain, k), device=filters.device)
@@ -139,7 +142,7 @@ class Group:
 def _steering_index(group: Group, domain: int, k: int) -> list[int]:
     """Where in a flat filter [domain·k·k] the value of L_P[ψ](R, y) stands, for P, R, y in order.
 
-    Cached as numbers: a cached tensor could be one that belongs to a tracer.
+    Kept as numbers: a tensor made while a graph is traced would belong to the tracer.
     """
     middle = (k - 1) / 2
     index = []

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from selfconv.groups import Group, get_group
 from selfconv.nn._layout import avg_pool, check_features, group_conv
-from selfconv.ops import affine_self_conv
+from selfconv.ops import affine_self_conv, affine_self_conv_packed
 from selfconv.ops._backends import check_backend
 from selfconv.ops._call import check_heads
 
@@ -117,16 +117,14 @@ class LocalAttention2d(nn.Module):
     def _maps(self) -> Tensor:
         return self.w_in.reshape(len(self.w_in), self.in_channels, len(self.group))
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """A^Q[Q], K and V of the features x, by one convolution."""
+    def project(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """A^Q[Q], K and V of the features x side by side, by one convolution; and the channels of each."""
         check_features(type(self).__name__, x, self.in_channels, self.group)
-        filters, bias, sizes = self._projection()
-        y = group_conv(x, self.group.steer(filters[..., None, None]), bias, self.group)
-        query, key, *value = y.split(sizes, 1)
-        return query, key, value[0] if value else key
+        filters, bias, channels = self._projection()
+        return group_conv(x, self.group.steer(filters[..., None, None]), bias, self.group), channels
 
     def forward(self, x: Tensor) -> Tensor:
-        out = affine_self_conv(
+        out = affine_self_conv_packed(
             *self.project(x),
             *self.affine_parameters(),
             num_heads=self.num_heads,
@@ -141,8 +139,12 @@ class LocalAttention2d(nn.Module):
 
     def attention_weights(self, x: Tensor) -> Tensor:
         """α for features x: ``[N, num_heads, k, k, h, w]``, or ``[N, num_heads, |H|, k, k, h, w]``."""
+        packed, channels = self.project(x)
+        query, key, *value = packed.split(list(channels), 1)
         _, alpha = affine_self_conv(
-            *self.project(x),
+            query,
+            key,
+            value[0] if value else key,
             *self.affine_parameters(),
             num_heads=self.num_heads,
             scale=self.scale,

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from selfconv.groups import Group, get_group
+from selfconv.groups import Z2, Group, get_group
 from selfconv.nn._layout import avg_pool, check_features, group_conv
 
 Downsample = Literal["stride", "pool"]
@@ -112,10 +112,7 @@ class LiftingConv2d(_SteeredConv2d):
         return self.group.steer(self.weight, planar=True)  # [out, in, P, k, k]
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dim() != 4 or x.shape[1] != self.in_channels:
-            raise ValueError(
-                f"LiftingConv2d expects [N, {self.in_channels}, h, w]; got shape {list(x.shape)}"
-            )
+        check_features("LiftingConv2d", x, self.in_channels, Z2)
         return self._convolve(x)
 
 

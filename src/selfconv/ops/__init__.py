@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, overload
 
 import torch.nn.functional as F
@@ -12,7 +14,14 @@ from selfconv.ops._backends import BACKENDS, choose_backend, explain_call
 from selfconv.ops._call import Call, check_call, check_float
 from selfconv.ops._flops import affine_self_conv_flops
 
-__all__ = ["BACKENDS", "affine_conv", "affine_self_conv", "affine_self_conv_flops", "explain"]
+__all__ = [
+    "BACKENDS",
+    "affine_conv",
+    "affine_self_conv",
+    "affine_self_conv_flops",
+    "affine_self_conv_packed",
+    "explain",
+]
 
 
 @overload
@@ -75,7 +84,6 @@ def affine_self_conv(
         query, key, value, psi_k, beta_k, psi_v, beta_v,
         kernel_size=kernel_size, num_heads=num_heads, scale=scale, group=group,
     )  # fmt: skip
-    planar = len(call.group) == 1
     if return_attention:
         from selfconv.ops import eager
 
@@ -83,9 +91,45 @@ def affine_self_conv(
             raise ValueError(f"return_attention needs the eager backend; got backend={backend!r}")
         out, alpha = eager.run_with_attention(call)
         alpha = alpha.unflatten(3, (call.kernel_size, call.kernel_size))
-        return (out.squeeze(2), alpha.squeeze(2)) if planar else (out, alpha)
+        return (out.squeeze(2), alpha.squeeze(2)) if len(call.group) == 1 else (out, alpha)
+    return _run(call, backend)
+
+
+def affine_self_conv_packed(
+    packed: Tensor,
+    channels: Sequence[int],
+    psi_k: Tensor | None,
+    beta_k: Tensor | None,
+    psi_v: Tensor | None,
+    beta_v: Tensor | None,
+    *,
+    num_heads: int,
+    scale: float | None = None,
+    group: str | Group = "z2",
+    kernel_size: int | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """``affine_self_conv`` for query, key and value that lie side by side in one tensor.
+
+    That is how one convolution makes them all; and their gradient is then one tensor too, which need not
+    be put together from three.
+
+    Args:
+        packed: ``[N, C_k + C_k + C_v, h, w]``, on a group with its axis; or ``[N, C_k + C_k, ...]``, of which
+            the second half is both key and value.
+        channels: (C_k, C_k, C_v), or (C_k, C_k).
+    """
+    parts = packed.split(list(channels), 1)
+    call = check_call(
+        parts[0], parts[1], parts[-1], psi_k, beta_k, psi_v, beta_v,
+        kernel_size=kernel_size, num_heads=num_heads, scale=scale, group=group,
+    )  # fmt: skip
+    return _run(replace(call, packed=packed.unsqueeze(2) if len(call.group) == 1 else packed), backend)
+
+
+def _run(call: Call, backend: str | None) -> Tensor:
     out = choose_backend(call, backend)(call)
-    return out.squeeze(2) if planar else out
+    return out.squeeze(2) if len(call.group) == 1 else out
 
 
 def explain(

@@ -2,60 +2,114 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 
+import torch
 from torch import Tensor
 
 from selfconv.ops._call import Call
 
 Run = Callable[[Call], Tensor]
+Refusal = Callable[[Call], str | None]
 
-_LOADED: dict[str, Run | str] = {}  # by module: its ``run``, or why it cannot be had
+
+def _none(call: Call) -> None:
+    return None
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A backend's module, imported when first used, and why it would not serve a call (None if it would)."""
+    """How to import a backend's ``run``, and why it would not serve a call (None if it would).
 
-    module: str
-    refusal: Callable[[Call], str | None]
+    ``reserve`` is why it serves the call only if asked for by name.
+    """
 
-    def load(self) -> Run | str:
-        """Its ``run``, or why it cannot be had."""
-        _import(self.module)
-        return _LOADED[self.module]
-
-
-def _import(module: str) -> None:
-    if module not in _LOADED:
-        try:
-            _LOADED[module] = import_module(f"selfconv.ops.{module}").run
-        except Exception as error:  # a broken installation must not take the others down
-            _LOADED[module] = f"cannot be imported ({type(error).__name__}: {error})"
+    load: Callable[[], Run]
+    refusal: Refusal = _none
+    reserve: Refusal = _none
 
 
-# torch.compile cannot trace an import, and so runs it while tracing. This is what
-# torch.compiler.assume_constant_result does, without its import of torch._dynamo, which takes seconds.
-_import._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# imported when first used, by statements: torch.compile follows those, but not importlib
 
 
-def _serves_all(call: Call) -> None:
+def _load_triton() -> Run:
+    from selfconv.ops.triton_gpu import run
+
+    return run
+
+
+def _load_numba() -> Run:
+    from selfconv.ops.numba_cpu import run
+
+    return run
+
+
+def _load_eager() -> Run:
+    from selfconv.ops.eager import run
+
+    return run
+
+
+def _load_reference() -> Run:
+    from selfconv.ops.reference import run
+
+    return run
+
+
+def _triton_refusal(call: Call) -> str | None:
+    dtypes = {t.dtype for t in call.tensors}
+    if call.dense:
+        return "serves no dense ψ"
+    if not (dtypes <= {torch.float16, torch.bfloat16, torch.float32} or dtypes == {torch.float64}):
+        given = ", ".join(sorted(map(str, dtypes)))
+        return f"serves float16, bfloat16 and float32 in any mix, or float64 alone; got {given}"
+    if call.value.device.type != "cuda" and not _interpreted(call):
+        return f"runs on GPUs; the tensors are on {call.value.device}"
     return None
 
 
-def _only_when_asked(call: Call) -> str:
+def _triton_reserve(call: Call) -> str | None:
+    if _interpreted(call):
+        return "runs in Triton's interpreter here, for checking; ask for it by name"
+    return None
+
+
+def _interpreted(call: Call) -> bool:
+    return call.value.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _numba_refusal(call: Call) -> str | None:
+    if call.value.device.type != "cpu":
+        return f"runs on the CPU; the tensors are on {call.value.device}"
+    return "serves no dense ψ" if call.dense else None
+
+
+def _reference_reserve(call: Call) -> str:
     return "is for checking the others; ask for it by name"
 
 
 _BACKENDS = {  # in order of preference
-    "eager": Backend("eager", _serves_all),
-    "reference": Backend("reference", _only_when_asked),
+    "triton": Backend(_load_triton, _triton_refusal, _triton_reserve),
+    "numba": Backend(_load_numba, _numba_refusal),
+    "eager": Backend(_load_eager),
+    "reference": Backend(_load_reference, reserve=_reference_reserve),
 }
 BACKENDS = tuple(_BACKENDS)
+_LOADED: dict[str, Run | str] = {}
+
+
+def _load(name: str) -> Run | str:
+    """The backend's ``run``, or why it cannot be had."""
+    if name not in _LOADED:
+        try:
+            _LOADED[name] = _BACKENDS[name].load()
+        except Exception as error:  # a broken installation must not take the others down
+            _LOADED[name] = f"cannot be imported ({type(error).__name__}: {error})"
+    return _LOADED[name]
 
 
 def check_backend(name: str | None) -> None:
@@ -68,12 +122,10 @@ def check_backend(name: str | None) -> None:
 def choose_backend(call: Call, name: str | None) -> Run:
     """The function that runs a call: the one asked for, or else the first in order that serves it."""
     check_backend(name)
-    if name == "reference":
-        return import_module("selfconv.ops.reference").run
     for candidate in [name] if name else BACKENDS:
         backend = _BACKENDS[candidate]
-        refusal = backend.refusal(call)
-        run = refusal or backend.load()
+        refusal = backend.refusal(call) or (None if name else backend.reserve(call))
+        run = refusal or _load(candidate)
         if callable(run):
             return run
         if name:
@@ -92,7 +144,7 @@ def explain_call(call: Call) -> str:
     """A line per backend, in order of preference: whether it would run the call, or why not."""
     lines, chosen = [], False
     for name, backend in _BACKENDS.items():
-        reason = backend.refusal(call) or backend.load()
+        reason = backend.refusal(call) or backend.reserve(call) or _load(name)
         if callable(reason):
             verdict = "would serve, if asked for" if chosen else "runs"
             chosen = True

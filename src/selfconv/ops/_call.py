@@ -30,6 +30,7 @@ class Call:
     num_heads: int
     scale: float
     group: Group
+    packed: Tensor | None = None  # one tensor of which query, key and value are slices, in that order
 
     @property
     def tensors(self) -> list[Tensor]:

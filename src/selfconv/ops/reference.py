@@ -360,4 +360,4 @@ def run(call: Call) -> Tensor:
         group_asc(q, key, v, *affine, call.group, call.num_heads, call.scale)
         for q, key, v in zip(call.query.double(), call.key.double(), call.value.double(), strict=True)
     ]
-    return (torch.stack(images) if images else torch.zeros_like(call.value)).to(call.value.dtype)
+    return (torch.stack(images) if images else call.value.clone()).to(call.value.dtype)

@@ -1,0 +1,1 @@
+"""Experiments: data, training, records."""

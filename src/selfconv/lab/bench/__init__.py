@@ -1,0 +1,108 @@
+"""``selfconv bench``: how fast the operation and the networks are, beside what they stand in for.
+
+Nothing is timed before it agrees with the reference. Times are the least of many turns in one interleaved
+run, so that ratios hold on a noisy machine; memory is what torch's allocator held at its height.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from selfconv.lab.bench._measure import matmul_rate
+from selfconv.lab.bench._models import PAIRS, ModelRow, measure_models
+from selfconv.lab.bench._ops import LARGE, STAGES, Row, measure_growth, measure_ops
+from selfconv.lab.bench._report import Results, machine, print_tables, read_results, write_results
+
+__all__ = ["BenchOptions", "ModelRow", "Results", "Row", "read_results", "run_bench"]
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What to measure, and for how long."""
+
+    sections: tuple[Literal["ops", "growth", "models"], ...] = ("ops", "growth", "models")
+    device: str = "cpu"
+    """cpu, or cuda, where the Triton kernels run."""
+    threads: int | None = None
+    """CPU threads; by default torch's own number."""
+    batch: tuple[int, ...] = (1, 64)
+    """Batch sizes for the operation."""
+    model_batch: int = 128
+    """Batch size for the networks."""
+    models: tuple[str, ...] = tuple(PAIRS)
+    """Which networks; each beside its convolutional counterpart."""
+    seconds: float = 3.0
+    """For each comparison of the operation; networks get ten times as long."""
+    quick: bool = False
+    """The stage shapes and two networks only, a second each: to see that it works."""
+    out: Path | None = field(default=None)
+    """A folder for bench.json, performance.md and the plots."""
+
+
+def run_bench(options: BenchOptions) -> Results:
+    """Measures with progress, prints tables, and writes the folder if one was asked for."""
+    from rich.console import Console
+
+    console = Console()
+    _check(options)
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)  # before an hour's work, not after
+    device = torch.device(options.device)
+    before = torch.get_num_threads()
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    try:
+        with console.status("the machine's matrix product") as status:
+            results = Results(machine(device), matmul_rate(device), [], [])
+            for row in _rows(options, device):
+                (results.models if isinstance(row, ModelRow) else results.ops).append(row)  # type: ignore[arg-type]
+                status.update(_describe(row))
+    finally:
+        torch.set_num_threads(before)
+    print_tables(results, console)
+    if options.out is not None:
+        write_results(results, options.out)
+        console.print(f"written to {options.out}", highlight=False)
+    return results
+
+
+def _rows(options: BenchOptions, device: torch.device) -> Iterator[Row | ModelRow]:
+    seconds = min(options.seconds, 0.3) if options.quick else options.seconds
+    if "ops" in options.sections:
+        shapes = STAGES if options.quick else STAGES + LARGE
+        yield from measure_ops(options.batch, shapes, seconds, device)
+    if "growth" in options.sections and not options.quick:
+        yield from measure_growth(seconds, device)
+    if "models" in options.sections:
+        names = ("resnet29", "resnet29_asc") if options.quick else options.models
+        yield from measure_models(names, options.model_batch, 10 * seconds, device)
+
+
+def _describe(row: Row | ModelRow) -> str:
+    if isinstance(row, ModelRow):
+        return f"{row.model}, {row.direction}: {row.milliseconds:.0f} ms"
+    shown = "-" if row.milliseconds is None else f"{row.milliseconds:.2f} ms"
+    return f"{row.contender}, {row.channels} channels on {row.size}², batch {row.batch}: {shown}"
+
+
+def _check(options: BenchOptions) -> None:
+    if options.seconds <= 0 or options.model_batch < 1 or not options.batch or min(options.batch) < 1:
+        raise ValueError(
+            f"expected positive sizes and times; got seconds={options.seconds}, batch={options.batch}, "
+            f"model_batch={options.model_batch}"
+        )
+    if options.threads is not None and options.threads < 1:
+        raise ValueError(f"threads: expected an integer ≥ 1; got {options.threads}")
+    unknown = [name for name in options.models if name not in PAIRS]
+    if unknown:
+        raise ValueError(f"models: expected some of {', '.join(PAIRS)}; got {', '.join(unknown)}")
+    try:
+        torch.zeros(1, device=options.device)
+    except (RuntimeError, AssertionError) as error:
+        first = str(error).splitlines()[0]
+        raise ValueError(f"device {options.device!r} cannot be used here: {first}") from None

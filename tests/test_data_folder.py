@@ -1,0 +1,285 @@
+"""Folders of images, and single images read as training reads them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from selfconv.lab.data import DataError, load_data, read_image
+from selfconv.lab.data import _folder as folder_module
+
+
+def fails(match: str, source: Path, **options: Any) -> None:
+    with pytest.raises(DataError, match=match) as caught:
+        load_data(source, **options)
+    assert "\n" not in str(caught.value)
+
+
+def paint(path: Path, value: int | tuple[int, int, int], size: tuple[int, int] = (8, 8)) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("L" if isinstance(value, int) else "RGB", size, value).save(path)
+
+
+def gallery(root: Path, part: str = "", count: int = 10, classes: tuple[str, ...] = ("cat", "dog")) -> Path:
+    """Grey images, each of its own shade."""
+    for c, name in enumerate(classes):
+        for i in range(count):
+            paint(root / part / name / f"{i:03}.png", 100 * c + i)
+    return root
+
+
+def shades(split: Any) -> list[int]:
+    return split.images[:, 0, 0, 0].tolist()
+
+
+class TestFolder:
+    def test_classes(self, tmp_path: Path) -> None:
+        root = gallery(tmp_path / "pets", count=50)
+        data = load_data(root)
+        assert (data.name, data.class_names, data.in_channels, data.size) == ("pets", ("cat", "dog"), 1, 8)
+        assert (len(data.train), len(data.val), len(data.test)) == (72, 8, 20)
+        assert sorted(shades(data.train) + shades(data.val) + shades(data.test)) == [
+            *range(50),
+            *range(100, 150),
+        ]
+        for split in (data.train, data.val, data.test):
+            assert (split.labels == torch.tensor(shades(split)) // 100).all()
+        other = load_data(root, seed=5)
+        assert shades(other.test) == shades(data.test)  # no seed lets training see a test image
+        assert shades(other.val) != shades(data.val)
+        assert load_data(f"{root}/.").digest == data.digest
+
+    def test_parts(self, tmp_path: Path) -> None:
+        root = tmp_path / "pets"
+        for part, count in (("train", 20), ("valid", 3), ("test", 4)):
+            gallery(root, part, count)
+        data = load_data(root)
+        assert shades(data.train) == [*range(20), *range(100, 120)]
+        assert shades(data.val) == [0, 1, 2, 100, 101, 102]
+        assert shades(data.test) == [0, 1, 2, 3, 100, 101, 102, 103]
+
+    def test_missing_parts_are_split_off(self, tmp_path: Path) -> None:
+        data = load_data(gallery(gallery(tmp_path, "train", 20), "test", 4))
+        assert (len(data.train), len(data.val), len(data.test)) == (36, 4, 8)
+        data = load_data(gallery(gallery(tmp_path / "b", "train", 20), "val", 4))
+        assert (len(data.train), len(data.val), len(data.test)) == (32, 8, 8)
+
+    def test_a_class_may_be_absent_from_the_test(self, tmp_path: Path) -> None:
+        root = gallery(gallery(tmp_path, "train"), "test", classes=("dog",))
+        assert load_data(root).test.labels.unique().tolist() == [1]
+
+    def test_hidden_files_and_others(self, tmp_path: Path) -> None:
+        root = gallery(tmp_path / "pets")
+        (root / ".git").mkdir()
+        (root / "cat" / ".DS_Store").write_text("x")
+        (root / "cat" / "._000.png").write_text("x")
+        (root / "readme.txt").write_text("x")
+        assert len(load_data(root).train) == 14  # without a warning
+        (root / "dog" / "raw").mkdir()
+        (root / "dog" / "a.heic").write_text("x")
+        with pytest.warns(UserWarning, match=r"2 entries that are not images ignored, dog/a.heic first"):
+            load_data(root)
+
+    @pytest.mark.parametrize("kind", ["png", "jpg", "JPEG", "bmp", "gif", "tif", "webp", "ppm"])
+    def test_kinds_of_files(self, tmp_path: Path, kind: str) -> None:
+        gallery(tmp_path)
+        paint(tmp_path / "cat" / f"x.{kind}", (200, 30, 60))
+        data = load_data(tmp_path)
+        images = torch.cat([data.train.images, data.val.images, data.test.images])
+        assert data.in_channels == 3
+        colours = images[:, :, 4, 4].long()
+        assert (colours - torch.tensor([200, 30, 60])).abs().amax(1).amin() <= 4
+
+    def test_grey_only_if_all_are(self, tmp_path: Path) -> None:
+        gallery(tmp_path)
+        paint(tmp_path / "cat" / "x.png", (9, 9, 9))
+        assert load_data(tmp_path).in_channels == 1
+        paint(tmp_path / "cat" / "y.png", (9, 9, 8))
+        assert load_data(tmp_path).in_channels == 3
+
+    def test_sizes(self, tmp_path: Path) -> None:
+        root = gallery(tmp_path)
+        assert load_data(root).size == 8
+        assert load_data(root, image_size=5).size == 5
+        paint(root / "cat" / "wide.png", 3, (20, 10))
+        assert load_data(root).size == 64
+        assert load_data(root, image_size=8).size == 8
+
+    def test_one_size_that_is_not_square(self, tmp_path: Path) -> None:
+        for name in ("a", "b"):
+            for i in range(5):
+                paint(tmp_path / name / f"{i}.png", i, (10, 20))
+        assert load_data(tmp_path).size == 64
+
+    def test_corrupt_files_are_named(self, tmp_path: Path) -> None:
+        root = gallery(tmp_path / "pets")
+        noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+        for name in ("cut.png", "cut.jpg"):
+            Image.fromarray(noise).save(root / "dog" / name)
+            data = (root / "dog" / name).read_bytes()
+            (root / "dog" / name).write_bytes(data[: len(data) // 2])
+        fails(r"pets: 2 of 22 images cannot be read: dog/cut.jpg \(.*trunc.*\), dog/cut.png \(.*trunc", root)
+        for i in range(5):
+            (root / "cat" / f"empty{i}.png").write_bytes(b"")
+        fails(
+            r"7 of 27 .*: cat/empty0.png \(not an image\), cat/empty1.png .*, cat/empty2.png .* and 4 more$",
+            root,
+        )
+
+    def test_more_pixels_than_anyone_means(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        root = gallery(tmp_path)
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+        fails(r"20 of 20 images cannot be read: cat/000.png \(Image size \(64 pixels\) exceeds limit", root)
+
+    def test_memory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(folder_module, "_memory", lambda: 1e9)
+        fails(
+            r"20 images of 5000×5000 need 3.0 GB .* has 1.0 GB: give a smaller",
+            gallery(tmp_path),
+            image_size=5000,
+        )
+
+    def test_bad_folders(self, tmp_path: Path) -> None:
+        def root(name: str) -> Path:
+            (tmp_path / name).mkdir()
+            return tmp_path / name
+
+        fails("expected a folder of images for each class; got no folders", root("empty"))
+        flat = root("flat")
+        paint(flat / "a.png", 1)
+        fails("got no folders", flat)
+        fails("expected at least two classes; got cat$", gallery(root("one"), classes=("cat",)))
+        bare = gallery(root("bare"))
+        (bare / "eel").mkdir()
+        fails(r"expected images \(.bmp .*\) of class 'eel' to train on; got none", bare)
+        hollow = root("hollow classes")
+        (hollow / "cat").mkdir()
+        (hollow / "dog").mkdir()
+        fails("of class 'cat' to train on; got none", hollow)
+        fails("expected train/ beside test/", gallery(root("trainless"), "test"))
+        fails(
+            "expected train/, val/ and test/; got extra/ as well",
+            gallery(gallery(root("more"), "train"), "extra"),
+        )
+        fails(
+            "expected train/, val/ and test/; got validation/ as well",
+            gallery(gallery(gallery(root("twice"), "train"), "val"), "validation"),
+        )
+        strange = gallery(gallery(root("strange"), "train"), "test", classes=("cat", "yak"))
+        fails("expected in test/ the classes of train/; got 'yak' as well", strange)
+        hollow = gallery(root("hollow"), "train")
+        (hollow / "test" / "cat").mkdir(parents=True)
+        fails("expected images in test/; got none", hollow)
+        (hollow / "train2").mkdir()
+        (hollow / "test" / "cat").rmdir()
+        fails("got train2/ as well", hollow)
+        empty = root("empty parts")
+        (empty / "train").mkdir()
+        fails("expected at least two classes; got none", empty)
+        fails("too few images to set some aside for a test; got 2", gallery(root("tiny"), count=1))
+
+    def test_a_name_before_a_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        gallery(tmp_path / "digits")
+        monkeypatch.chdir(tmp_path)
+        assert load_data("digits").num_classes == 10
+        assert load_data("./digits").num_classes == 2
+        assert load_data(Path("digits")).num_classes == 2
+
+    def test_an_unreadable_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*_: Any) -> None:
+            raise PermissionError(13, "Permission denied", str(tmp_path))
+
+        gallery(tmp_path)
+        monkeypatch.setattr(folder_module, "_scan", refuse)
+        fails("Permission denied$", tmp_path)
+
+    def test_without_pillow(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        root = gallery(tmp_path)
+        monkeypatch.setitem(sys.modules, "PIL", None)
+        monkeypatch.delitem(sys.modules, "PIL.Image")
+        fails(r"^image files: need Pillow; pip install 'selfconv\[train\]'$", root)
+
+
+class TestReadImage:
+    def test_as_in_the_folder(self, tmp_path: Path) -> None:
+        """Prediction sees what training saw."""
+        random = np.random.default_rng(0)
+        for part in ("train", "test"):
+            for name in ("a", "b"):
+                (tmp_path / part / name).mkdir(parents=True)
+                noise = random.integers(0, 256, (30, 41, 3), np.uint8)
+                Image.fromarray(noise).save(tmp_path / part / name / "x.jpg")
+        data = load_data(tmp_path, image_size=12, validation=0)
+        for split, part in ((data.train, "train"), (data.test, "test")):
+            for image, name in zip(split.images, "ab", strict=True):
+                assert torch.equal(image, read_image(tmp_path / part / name / "x.jpg", 12, 3))
+
+    def test_grey(self, tmp_path: Path) -> None:
+        grey = np.arange(256, dtype=np.uint8).reshape(16, 16)
+        Image.fromarray(np.stack([grey] * 3, -1)).save(tmp_path / "x.png")
+        assert np.array_equal(read_image(tmp_path / "x.png", 16, 1)[0], grey)
+
+    def test_sixteen_bits(self, tmp_path: Path) -> None:
+        values = np.array([[0, 257], [32896, 65535]], np.uint16)
+        Image.fromarray(values).save(tmp_path / "x.png")
+        assert read_image(tmp_path / "x.png", 2, 1)[0].tolist() == [[0, 1], [128, 255]]
+
+    @pytest.mark.parametrize(
+        ("array", "why"),
+        [
+            (np.full((4, 4), 70_000, np.int32), r"expected 8 or 16 bits a pixel; got values 70000\.\.70000"),
+            (np.full((4, 4), 0.5, np.float32), "expected 8 or 16 bits a pixel; got floating point"),
+        ],
+    )
+    def test_other_depths(self, tmp_path: Path, array: np.ndarray, why: str) -> None:
+        Image.fromarray(array).save(tmp_path / "x.tif")
+        with pytest.raises(DataError, match=why):
+            read_image(tmp_path / "x.tif", 4, 1)
+
+    def test_transparency_shows_white(self, tmp_path: Path) -> None:
+        image = np.zeros((4, 4, 4), np.uint8)
+        image[:, 2:, 3] = 255
+        Image.fromarray(image).save(tmp_path / "x.png")
+        assert read_image(tmp_path / "x.png", 4, 1)[0, 0].tolist() == [255, 255, 0, 0]
+
+    def test_upright_as_the_camera_was_held(self, tmp_path: Path) -> None:
+        picture = np.zeros((8, 8, 3), np.uint8)
+        picture[:2] = 255
+        exif = Image.Exif()
+        exif[0x0112] = 6  # turn by 90° clockwise to see it upright
+        Image.fromarray(picture).save(tmp_path / "x.png", exif=exif)
+        assert np.array_equal(read_image(tmp_path / "x.png", 8, 3).permute(1, 2, 0), np.rot90(picture, -1))
+
+    @pytest.mark.parametrize("size", [(40, 20), (20, 40)])
+    def test_the_centre_is_cut_out(self, tmp_path: Path, size: tuple[int, int]) -> None:
+        picture = Image.new("L", size, 0)
+        picture.paste(
+            255, ((size[0] - 20) // 2, (size[1] - 20) // 2, (size[0] + 20) // 2, (size[1] + 20) // 2)
+        )
+        picture.save(tmp_path / "x.png")
+        assert read_image(tmp_path / "x.png", 20, 1).amin() == 255
+        assert read_image(tmp_path / "x.png", 10, 1)[0, 1:-1, 1:-1].amin() == 255
+
+    def test_cmyk(self, tmp_path: Path) -> None:
+        Image.new("CMYK", (8, 8), (0, 255, 255, 0)).save(tmp_path / "x.jpg")
+        red, green, blue = read_image(tmp_path / "x.jpg", 8, 3)[:, 4, 4].tolist()
+        assert red > 240
+        assert max(green, blue) < 15
+
+    def test_bad_input(self, tmp_path: Path) -> None:
+        (tmp_path / "x.png").write_text("text")
+        for path, size, channels, why in [
+            (tmp_path / "x.png", 8, 3, "x.png: not an image$"),
+            (tmp_path / "none.png", 8, 3, "none.png: No such file or directory$"),
+            (tmp_path, 8, 3, "Is a directory$"),
+            (tmp_path / "x.png", 8, 2, "expected 1 or 3 channels and a positive size; got 2 and 8"),
+            (tmp_path / "x.png", 0, 1, "got 1 and 0"),
+        ]:
+            with pytest.raises(DataError, match=why):
+                read_image(path, size, channels)

@@ -1,0 +1,317 @@
+"""The CPU kernels against the reference and the eager form, and as citizens of PyTorch."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from cases import GROUPS, Case, assert_close, cases, in_memory_format
+from hypothesis import given, settings
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from selfconv.nn import AffineSelfConv2d, SimpleAffineSelfConv2d
+from selfconv.ops import affine_self_conv, numba_cpu
+
+
+@pytest.fixture(autouse=True, scope="module")
+def poisoned_memory() -> Iterator[None]:
+    """Fills memory that nobody has written with NaN, so that reading it cannot go unnoticed."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+# ---- correct ----
+
+
+@settings(max_examples=40)
+@given(case=cases(dense=False))
+def test_float64_is_the_reference(case: Case) -> None:
+    assert_close(case.gradients(backend="numba"), case.gradients(backend="reference"), 1e-10)
+
+
+@settings(max_examples=40)
+@given(case=cases(dense=False))
+def test_float32_is_the_reference(case: Case) -> None:
+    assert_close(case.gradients(torch.float32, backend="numba"), case.gradients(backend="reference"), 2e-4)
+
+
+@settings(max_examples=60)
+@given(case=cases(dense=False, small=False))
+def test_larger_maps_agree_with_eager(case: Case) -> None:
+    """Several vectors in a row, several bands of rows, windows up to 11: too much for the reference."""
+    assert_close(case.gradients(backend="numba"), case.gradients(backend="eager"), 1e-10)
+
+
+@pytest.mark.parametrize("bytes_for_a_band", [1, 2**14])
+def test_bands_of_rows_make_no_difference(bytes_for_a_band: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("p4", 1, (2, 1), 2, 5, (23, 11))
+    whole = case.gradients(backend="numba")
+    monkeypatch.setattr(numba_cpu, "BAND_BYTES", bytes_for_a_band)
+    assert_close(case.gradients(backend="numba"), whole, 1e-12)
+
+
+def test_large_scores_do_not_overflow() -> None:
+    q = torch.full((1, 1, 4, 4), 1e3)
+    k, v = torch.randn(2, 1, 1, 4, 4)
+    out = affine_self_conv(q, 1e3 * k, v, None, None, None, None, num_heads=1, kernel_size=3, backend="numba")
+    expected = affine_self_conv(
+        q, 1e3 * k, v, None, None, None, None, num_heads=1, kernel_size=3, backend="eager"
+    )
+    torch.testing.assert_close(out, expected)
+
+
+def test_nan_stays_where_it_is() -> None:
+    k = torch.randn(1, 1, 6, 6)
+    k[0, 0, 0, 0] = torch.nan
+    out = affine_self_conv(k, k, k, None, None, None, None, num_heads=1, kernel_size=3, backend="numba")
+    assert out[0, 0, :2, :2].isnan().all()
+    assert not out[0, 0, 2:].isnan().any()
+    assert not out[0, 0, :, 2:].isnan().any()
+
+
+@pytest.mark.parametrize("layer", [AffineSelfConv2d, SimpleAffineSelfConv2d])
+@pytest.mark.parametrize("memory_format", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("group", GROUPS)
+def test_layers_that_pack_their_features(layer: type, memory_format: str, group: str) -> None:
+    """The layers hand over one tensor for q, k and v: same result and gradients as three of them."""
+    module = layer(3, 4, 5, num_heads=2, group=group, dtype=torch.float64)
+    axis = {"z2": (), "p4": (4,), "p4m": (8,)}[group]
+    x = in_memory_format(torch.randn(2, 3, *axis, 7, 6, dtype=torch.float64), memory_format).requires_grad_()
+    found = {}
+    for backend in ("numba", "eager"):
+        module.backend = backend
+        out = module(x)
+        grads = torch.autograd.grad(out.square().sum(), [x, *module.parameters()])
+        found[backend] = {"out": out.detach()} | {str(i): g for i, g in enumerate(grads)}
+    assert_close(found["numba"], found["eager"], 1e-10)
+
+
+# ---- deterministic, on any number of threads ----
+
+
+def run_on(threads: int, case: Case) -> dict[str, Tensor]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return case.gradients(torch.float32, backend="numba")
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+def test_the_same_bits_on_every_run_and_any_number_of_threads(batch: int) -> None:
+    case = Case("p4", batch, (2, 2), 4, 5, (9, 12), memory_format="channels_last")
+    first = run_on(1, case)
+    for threads in (1, 2, 2, 3):
+        assert all(torch.equal(found, first[name]) for name, found in run_on(threads, case).items())
+
+
+def test_python_threads_serve_where_openmp_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    from selfconv.ops import _threads
+
+    case = Case("z2", 4, (2, 2), 2, 3, (8, 8))
+    expected = run_on(2, case)
+    monkeypatch.setattr(_threads, "_openmp_parallel", lambda: None)
+    assert all(torch.equal(found, expected[name]) for name, found in run_on(2, case).items())
+
+
+def _in_child(queue: multiprocessing.SimpleQueue, case: Case) -> None:
+    torch.set_num_threads(2)
+    queue.put(case.gradients(torch.float32, backend="numba")["q"].sum().item())
+
+
+def test_safe_after_fork() -> None:
+    case = Case("z2", 4, (2, 2), 2, 3, (8, 8))
+    expected = run_on(2, case)["q"].sum().item()
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    child = context.Process(target=_in_child, args=(queue, case))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert queue.get() == expected
+
+
+class Layered(torch.utils.data.Dataset[Tensor]):
+    """A data set that runs the layer itself, as a feature extractor would."""
+
+    layer = AffineSelfConv2d(2, 2, 3, num_heads=1)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> Tensor:
+        with torch.no_grad():
+            return self.layer(torch.full((1, 2, 4, 4), float(i)))[0]
+
+
+def test_safe_in_data_loader_workers() -> None:
+    data = Layered()
+    expected = torch.stack([data[i] for i in range(4)])
+    loader = torch.utils.data.DataLoader(data, batch_size=2, num_workers=2)
+    assert torch.equal(torch.cat(list(loader)), expected)
+
+
+def test_concurrent_callers() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    case = Case("z2", 3, (2, 2), 2, 3, (8, 8))
+    expected = case.gradients(torch.float32, backend="numba")
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(lambda _: case.gradients(torch.float32, backend="numba"), range(12)):
+            assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+# ---- a torch operator ----
+
+
+def operands(group: str = "z2") -> tuple[list[Tensor], Tensor, Tensor]:
+    order = {"z2": 1, "p4": 4}[group]
+    features = [torch.randn(2, 4, order, 5, 6).requires_grad_() for _ in range(3)]
+    tables = [torch.randn(2, order, 3, 2, 3, order + 1).requires_grad_() for _ in range(2)]
+    return features, tables[0], tables[1]
+
+
+@pytest.mark.parametrize("group", ["z2", "p4"])
+def test_opcheck(group: str) -> None:
+    features, table_k, table_v = operands(group)
+    torch.library.opcheck(numba_cpu.numba_forward, (features, table_k, table_v, 0.5))
+    packed = torch.cat([f.detach() for f in features], 1).requires_grad_()
+    torch.library.opcheck(numba_cpu.numba_forward, ([packed], table_k, table_v, 0.5))
+
+
+def test_no_gradient_for_what_needs_none() -> None:
+    case = Case("z2", 2, (2, 2), 2, 3, (5, 5))
+    t = {n: x if x is None else x.detach() for n, x in case.tensors().items()}
+    assert not case.run(t, backend="numba").requires_grad
+    psi_v = t["psi_v"]
+    assert psi_v is not None
+    case.run(t | {"psi_v": psi_v.requires_grad_()}, backend="numba").sum().backward()
+    assert psi_v.grad is not None
+
+
+@pytest.mark.parametrize("group", ["z2", "p4"])
+def test_torch_compile_whole_graph(group: str) -> None:
+    layer = AffineSelfConv2d(4, 4, 3, num_heads=2, group=group)
+    axis = () if group == "z2" else (4,)
+    x = torch.randn(2, 4, *axis, 6, 6, requires_grad=True)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), layer(x))
+    (actual,) = torch.autograd.grad(compiled(x).square().sum(), x)
+    (expected,) = torch.autograd.grad(layer(x).square().sum(), x)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_torch_export_keeps_the_operator() -> None:
+    layer = AffineSelfConv2d(4, 4, 3, num_heads=2).eval()
+    x = torch.randn(2, 4, 6, 6)
+    batch = torch.export.Dim("batch", min=1, max=64)
+    program = torch.export.export(layer, (x,), dynamic_shapes=({0: batch},))
+    assert "selfconv.numba_forward" in str(program.graph)
+    y = torch.randn(5, 4, 6, 6)
+    torch.testing.assert_close(program.module()(y), layer(y))
+
+
+def test_autocast_trains() -> None:
+    layer = AffineSelfConv2d(4, 4, 3, num_heads=2)
+    x = torch.randn(2, 4, 6, 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x)
+    assert out.dtype == torch.bfloat16
+    out.float().square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+    torch.testing.assert_close(out.float(), layer(x), rtol=0.1, atol=0.3)
+
+
+def test_flops_are_counted() -> None:
+    n, c, heads, k, h, w = 2, 8, 2, 5, 6, 7
+    layer = AffineSelfConv2d(c, c, k, num_heads=heads)
+    x = torch.randn(n, c, h, w)
+    with FlopCounterMode(display=False) as counter:
+        layer(x)
+    maps = 2 * n * h * w * c * c * 4
+    # per position, offset and channel: the affine maps of key and value, the score, the aggregation
+    assert counter.get_total_flops() == maps + 2 * 4 * n * h * w * k * k * c
+    with FlopCounterMode(display=False) as counter:
+        layer(x).sum().backward()
+    assert counter.get_total_flops() > 3 * (maps + 2 * 4 * n * h * w * k * k * c)
+
+
+def test_peak_memory_stays_far_below_the_unfold() -> None:
+    """Anything of size k²·C·h·w would show: 25 copies of the features are 164 MB here."""
+    code = """
+import resource, torch
+from selfconv.nn import AffineSelfConv2d
+torch.set_num_threads(1)
+layer = AffineSelfConv2d(16, 16, 5, num_heads=8, backend="numba")
+layer(torch.randn(1, 16, 8, 8)).sum().backward()
+x = torch.randn(100, 16, 32, 32)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+layer(x).sum().backward()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    features = 100 * 16 * 32 * 32 * 4 // 1024
+    assert int(run.stdout) < 25 * features
+
+
+def _train(rank: int, port: int, results: multiprocessing.SimpleQueue) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(AffineSelfConv2d(2, 2, 3, num_heads=1))
+    x = torch.arange(2 * 2 * 25.0).reshape(2, 2, 5, 5).sin()
+    model(x[rank : rank + 1]).square().mean().backward()
+    psi = model.module.psi_v.grad
+    results.put((rank, psi.double().sum().item()))
+    torch.distributed.destroy_process_group()
+
+
+def test_distributed_data_parallel(free_port: int) -> None:
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    workers = [context.Process(target=_train, args=(rank, free_port, results)) for rank in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(120)
+        assert worker.exitcode == 0
+    found = dict(results.get() for _ in range(2))
+    torch.manual_seed(0)
+    layer = AffineSelfConv2d(2, 2, 3, num_heads=1)
+    layer(torch.arange(2 * 2 * 25.0).reshape(2, 2, 5, 5).sin()).square().mean().backward()
+    assert layer.psi_v.grad is not None
+    expected = layer.psi_v.grad.double().sum().item()
+    assert found[0] == found[1] == pytest.approx(expected, rel=1e-4)
+
+
+# ---- compiled code on disk ----
+
+
+def test_compiled_code_is_kept_on_disk(tmp_path: Path) -> None:
+    """A second process compiles nothing: it finds what the first one wrote."""
+    code = """
+import torch
+from selfconv.nn import AffineSelfConv2d
+from selfconv.ops import _numba_kernels as kernels
+AffineSelfConv2d(2, 2, 3, num_heads=1)(torch.randn(1, 2, 4, 4)).sum().backward()
+workers = [kernels.forward_worker("float32", 1), kernels.backward_worker("float32", 1)]
+print(sum(worker.cache_hits for worker in workers))
+"""
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    hits = [
+        subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+        )
+        for _ in range(2)
+    ]
+    assert [run.stdout.strip() for run in hits] == ["0", "2"]

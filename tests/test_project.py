@@ -1,0 +1,96 @@
+"""Rules the project keeps: who imports whom, what an import loads, and a paper map that is true."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from selfconv.ops import reference
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "selfconv"
+# each layer may import from those before it, and from itself
+LAYERS = ["_version", "groups", "ops", "nn", "testing", "models", "lab", "explorer", "cli"]
+
+
+def layer_of(path: Path) -> str:
+    first = path.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+def imported_layers(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        found |= {name.split(".")[1] for name in names if name.startswith("selfconv.")}
+    return found
+
+
+def test_modules_import_only_from_their_left() -> None:
+    files = [p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py"]
+    assert len(files) > 15
+    for path in files:
+        here = layer_of(path)
+        order = LAYERS.index(FACADES.get(here, here))
+        for other in imported_layers(path) & {*LAYERS}:
+            assert LAYERS.index(other) <= order, f"{path.relative_to(ROOT)} imports selfconv.{other}"
+
+
+FACADES = {"timm": "models"}  # modules at the top that belong to a layer
+
+
+def test_import_loads_nothing_heavy() -> None:
+    heavy = ["numba", "triton", "matplotlib", "gradio", "pandas", "ray", "accelerate", "timm", "onnx", "PIL"]
+    modules = "selfconv, selfconv.ops, selfconv.nn, selfconv.testing"
+    code = f"import sys, {modules}; print([m for m in {heavy} if m in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+# ---- the paper map ----
+
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in (ROOT / "docs" / "paper_map.md").read_text().splitlines()
+    if re.match(r"\| \d", line)
+]
+
+
+def test_the_map_lists_every_equation_once() -> None:
+    assert [int(row[0]) for row in ROWS] == list(range(1, 29))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"eq{row[0]}")
+def test_the_map_is_true(row: list[str]) -> None:
+    number, _, function, layer, test = row
+    module_name, name = function.strip("`").split(".")
+    module = reference if module_name == "reference" else importlib.import_module(f"selfconv.{module_name}")
+    found = getattr(module, name)
+    if module is reference:
+        assert found.__doc__.startswith(f"Eq. {number}: ")
+    match = re.match(r"`nn\.([\w.]+)`", layer)
+    if match:
+        target = importlib.import_module("selfconv.nn")
+        for part in match[1].split("."):
+            target = getattr(target, part)
+    else:
+        assert layer.startswith("every layer")
+    file, test_name = test.strip("`").split(".")
+    assert re.search(rf"^def {test_name}\(", (ROOT / "tests" / f"{file}.py").read_text(), re.MULTILINE)
+
+
+def test_the_reference_follows_the_papers_order() -> None:
+    numbers = [int(n) for n in re.findall(r'"""Eq\. (\d+):', (PACKAGE / "ops" / "reference.py").read_text())]
+    assert set(numbers) == {1, *range(3, 21), 24}
+    in_order = [n for n in numbers if n != 24]  # the proof about β stands where it is first used
+    assert in_order == sorted(in_order)

@@ -12,8 +12,16 @@ from torch import Tensor
 from selfconv.groups import Group, get_group
 from selfconv.ops._backends import BACKENDS, choose_backend, explain_call
 from selfconv.ops._call import Call, check_call, check_float
+from selfconv.ops._flops import affine_self_conv_flops
 
-__all__ = ["BACKENDS", "affine_conv", "affine_self_conv", "affine_self_conv_packed", "explain"]
+__all__ = [
+    "BACKENDS",
+    "affine_conv",
+    "affine_self_conv",
+    "affine_self_conv_flops",
+    "affine_self_conv_packed",
+    "explain",
+]
 
 
 @overload

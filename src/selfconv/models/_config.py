@@ -1,0 +1,130 @@
+"""The description of a network of the ResNet family: what ``config.json`` holds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from selfconv.groups import Group, get_group
+
+_CHOICES = {
+    "spatial": ("conv", "asc", "simple_asc", "sasa"),
+    "psi": ("channel", "dense"),
+    "scale": ("head", "width"),
+    "downsample": ("stride", "pool"),
+    "pool": ("mean", "max"),
+}
+_LEAST = {"depth": 11, "kernel_size": 1, "num_heads": 1, "in_channels": 1, "num_classes": 0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResNetConfig:
+    """What a network of the family is made of. ``ResNetConfig.of(...)`` fills in what the paper does.
+
+    Attributes:
+        depth: 9n+2, for n blocks per stage.
+        group: ``"z2"``, ``"p4"`` or ``"p4m"``.
+        spatial: the layer inside the blocks: ``"conv"``, ``"asc"``, ``"simple_asc"`` or ``"sasa"``.
+        squeeze_excite: whether blocks end with squeeze and excite (reduction 16/|H|: 16, on p4 4).
+        widths: channels of the spatial layer in each stage; the stem has as many as the first. By default
+            16, 32, 64 divided by √|H|, to the next even number: 8, 16, 32 on p4 and 6, 12, 24 on p4m.
+        kernel_size: of the spatial layer; by default 3 for convolution and 5 for attention.
+        num_heads: of attention; by default 8, on p4m, where 8 does not divide the widths, 6.
+        psi: ``"channel"`` or ``"dense"``: ψ scales each channel by itself, or maps all channels to all.
+        scale: the score is divided by the channels of a ``"head"``, or by the ``"width"`` of the layer.
+        downsample: how convolutions halve a map: by ``"stride"``, or by ``"pool"``, which keeps quarter
+            turns and flips exact on even maps. By default stride in convolutional models and pool in
+            attention models. Attention layers themselves always pool.
+        in_channels: of the image.
+        num_classes: outputs of the classifier; 0 leaves it out.
+        pool: ``"mean"`` or ``"max"`` over space and group, before the classifier.
+    """
+
+    depth: int = 29
+    group: str = "z2"
+    spatial: Literal["conv", "asc", "simple_asc", "sasa"] = "conv"
+    squeeze_excite: bool = False
+    widths: tuple[int, int, int]
+    kernel_size: int
+    num_heads: int
+    psi: Literal["channel", "dense"] = "channel"
+    scale: Literal["head", "width"] = "head"
+    downsample: Literal["stride", "pool"]
+    in_channels: int = 3
+    num_classes: int = 10
+    pool: Literal["mean", "max"] = "mean"
+
+    @classmethod
+    def of(cls, **options: Any) -> ResNetConfig:
+        """A description from some of its fields; those left out, or None, are the paper's."""
+        known = [f.name for f in fields(cls)]
+        unknown = [name for name in options if name not in known]
+        if unknown:
+            raise TypeError(f"unknown option {', '.join(unknown)}; expected some of {', '.join(known)}")
+        given = {name: value for name, value in options.items() if value is not None}
+        group = given.get("group", cls.group)
+        given["group"] = group.name if isinstance(group, Group) else group
+        width = 2 * round(8 / math.sqrt(len(get_group(given["group"]))))
+        attention = given.get("spatial", cls.spatial) != "conv"
+        by_default = {
+            "widths": (width, 2 * width, 4 * width),
+            "kernel_size": 5 if attention else 3,
+            "num_heads": max(n for n in range(1, 9) if width % n == 0),
+            "downsample": "pool" if attention else "stride",
+        }
+        return cls(**by_default | given)
+
+    @property
+    def attention(self) -> bool:
+        return self.spatial != "conv"
+
+    @property
+    def blocks_per_stage(self) -> int:
+        return (self.depth - 2) // 9
+
+    def __post_init__(self) -> None:
+        get_group(self.group)
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                expected = ", ".join(map(repr, choices))
+                raise ValueError(f"{name}: expected one of {expected}; got {getattr(self, name)!r}")
+        for name, least in _LEAST.items():
+            if not _is_integer(getattr(self, name), least):
+                raise ValueError(f"{name}: expected an integer ≥ {least}; got {getattr(self, name)!r}")
+        if not isinstance(self.squeeze_excite, bool):
+            raise ValueError(f"squeeze_excite: expected True or False; got {self.squeeze_excite!r}")
+        sized = isinstance(self.widths, list | tuple) and len(self.widths) == 3
+        if not sized or not all(_is_integer(width, 1) for width in self.widths):
+            raise ValueError(f"widths: expected three positive integers; got {self.widths!r}")
+        object.__setattr__(self, "widths", tuple(self.widths))  # JSON has lists only
+        if self.depth % 9 != 2:
+            near = 9 * self.blocks_per_stage + 2
+            raise ValueError(f"depth: expected 9n+2, such as {near} or {near + 9}; got {self.depth}")
+        if self.kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size: expected an odd integer; got {self.kernel_size}")
+        if self.attention:
+            self._check_heads()
+
+    def _check_heads(self) -> None:
+        fits = {
+            n
+            for n in range(1, min(self.widths) + 1)
+            if all(w % n == 0 and (self.spatial != "sasa" or w // n % 2 == 0) for w in self.widths)
+        }
+        if self.num_heads not in fits:
+            needs = (
+                "an even number of channels per head" if self.spatial == "sasa" else "heads of equal width"
+            )
+            raise ValueError(
+                f"{self.spatial} needs {needs}; got num_heads={self.num_heads} for widths "
+                f"{self.widths} on group {self.group!r}, which fit {_listed(fits)} heads"
+            )
+
+
+def _is_integer(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _listed(numbers: set[int]) -> str:
+    return ", ".join(map(str, sorted(numbers))) if numbers else "no number of"

@@ -1,0 +1,63 @@
+"""Counting what a network holds and what it computes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selfconv.nn import LocalAttention2d, set_backend
+from selfconv.ops import affine_self_conv_flops
+
+
+def count_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def count_flops(model: nn.Module, input_shape: Sequence[int]) -> int:
+    """Floating-point operations of a forward pass for one image, a multiply-add counted as two.
+
+    Convolutions and matrix products are torch's own count. It does not see all of affine self convolution, so
+    that has its formula, and the figure is the same for every backend. A copy of the model runs on the device
+    that the model is on; on the ``"meta"`` device nothing is computed.
+
+    Args:
+        input_shape: of an image, such as ``(3, 32, 32)``.
+    """
+    from torch.utils.flop_counter import FlopCounterMode  # imports triton where there is one
+
+    model = set_backend(copy.deepcopy(model), None).eval()
+    counter = FlopCounterMode(display=False)
+    correction = 0
+
+    def beside_convolutions() -> int:
+        counts = counter.get_flop_counts().get("Global", {})
+        return sum(flops for op, flops in counts.items() if op is not torch.ops.aten.convolution)
+
+    def before(layer: LocalAttention2d, inputs: tuple[Tensor]) -> None:
+        nonlocal correction
+        correction += beside_convolutions()
+
+    def after(layer: LocalAttention2d, inputs: tuple[Tensor], output: Any) -> None:
+        nonlocal correction
+        correction += operation_flops(layer, inputs[0].shape) - beside_convolutions()
+
+    for layer in model.modules():
+        if isinstance(layer, LocalAttention2d):
+            layer.register_forward_pre_hook(before)
+            layer.register_forward_hook(after)
+    like = next(model.parameters(), torch.empty(0))
+    with torch.no_grad(), counter:
+        model(torch.zeros(1, *input_shape, device=like.device, dtype=like.dtype))
+    return counter.get_total_flops() + correction
+
+
+def operation_flops(layer: LocalAttention2d, input_shape: Sequence[int]) -> int:
+    """Those of the operation inside an attention layer, without its 1×1 maps."""
+    n, _, *rest = input_shape
+    query, value = (n, layer.key_channels, *rest), (n, layer.out_channels, *rest)
+    affine = [None if t is None else t.shape for t in layer.affine_parameters()]
+    return affine_self_conv_flops(query, query, value, *affine, kernel_size=layer.kernel_size)

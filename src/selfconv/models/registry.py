@@ -1,0 +1,188 @@
+"""The models by name."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections import Counter
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from selfconv.models._config import ResNetConfig
+from selfconv.models._sharing import CONFIG_NAME, SAFETENSORS_SINGLE_FILE
+from selfconv.models.flops import count_flops, count_parameters
+from selfconv.models.resnet import ResNet
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+WEIGHTS = (
+    Path(__file__).parent / "weights"
+)  # a folder for each model that has some, as save_pretrained writes it
+
+DEPTHS = (29, 83)
+_VARIANTS: dict[str, dict[str, Any]] = {  # what each differs in from the first
+    "resnet{}": {},
+    "resnet{}_se": {"squeeze_excite": True},
+    "resnet{}_sasa": {"spatial": "sasa"},
+    "resnet{}_simple_asc": {"spatial": "simple_asc"},
+    "resnet{}_asc": {"spatial": "asc"},
+    "resnet{}_asc_se": {"spatial": "asc", "squeeze_excite": True},
+    "p4resnet{}": {"group": "p4"},
+    "p4resnet{}_se": {"group": "p4", "squeeze_excite": True},
+    "p4resnet{}_simple_asc": {"group": "p4", "spatial": "simple_asc"},
+    "p4resnet{}_asc": {"group": "p4", "spatial": "asc"},
+    "p4resnet{}_asc_se": {"group": "p4", "spatial": "asc", "squeeze_excite": True},
+    "p4mresnet{}": {"group": "p4m"},
+    "p4mresnet{}_se": {"group": "p4m", "squeeze_excite": True},
+    "p4mresnet{}_simple_asc": {"group": "p4m", "spatial": "simple_asc"},
+    "p4mresnet{}_asc": {"group": "p4m", "spatial": "asc"},
+    "p4mresnet{}_asc_se": {"group": "p4m", "spatial": "asc", "squeeze_excite": True},
+}
+MODELS: dict[str, dict[str, Any]] = {
+    pattern.format(depth): {"depth": depth} | options
+    for depth in DEPTHS
+    for pattern, options in _VARIANTS.items()
+}
+
+
+def list_models(pattern: str = "*") -> list[str]:
+    """The names that match a wildcard pattern, such as ``"p4*"`` or ``"*29_asc*"``."""
+    return [name for name in MODELS if fnmatchcase(name, pattern)]
+
+
+def _options(name: str) -> dict[str, Any]:
+    if name not in MODELS:
+        near = get_close_matches(name, MODELS, n=3, cutoff=0.5)
+        hint = f"the nearest are {', '.join(near)}" if near else "selfconv.list_models() lists them"
+        raise ValueError(f"unknown model {name!r}; {hint}")
+    return MODELS[name]
+
+
+def create_model(
+    name: str,
+    num_classes: int | None = None,
+    in_channels: int | None = None,
+    *,
+    pretrained: bool = False,
+    **overrides: Any,
+) -> ResNet:
+    """A model of the paper, or one like it.
+
+    Args:
+        name: one of ``list_models()``.
+        num_classes: 10 by default, or as many as the pretrained weights have; if they have another number
+            than is asked for, the classifier starts afresh.
+        in_channels: 3 by default (1 for grey images), or as many as the pretrained weights have.
+        pretrained: whether to load weights that are shipped with the package.
+        **overrides: any other field of ``ResNetConfig``: ``group``, ``widths``, ``depth``, ``kernel_size``,
+            ``num_heads``, ``downsample``, ``psi``, ``pool``, …; None means the model's own.
+    """
+    options = _options(name)
+    if num_classes is not None and not (isinstance(num_classes, int) and num_classes >= 1):
+        raise ValueError(
+            f"num_classes: expected an integer ≥ 1; got {num_classes!r} "
+            "(model.reset_classifier(0) leaves out the classifier)"
+        )
+    overrides = {key: value for key, value in overrides.items() if value is not None}
+    if in_channels is not None:
+        overrides["in_channels"] = in_channels
+    if not pretrained:
+        return ResNet(ResNetConfig.of(**options | overrides | {"num_classes": num_classes}))
+
+    folder = WEIGHTS / name
+    if not folder.is_dir():
+        shipped = sorted(path.parent.name for path in WEIGHTS.glob(f"*/{SAFETENSORS_SINGLE_FILE}"))
+        raise ValueError(
+            f"no weights are shipped for {name!r}; "
+            + (f"there are some for {', '.join(shipped)}" if shipped else "this version ships none at all")
+        )
+    config = json.loads((folder / CONFIG_NAME).read_text("utf-8"))
+    model = ResNet.load(config | overrides, folder / SAFETENSORS_SINGLE_FILE)
+    if num_classes is not None and num_classes != model.num_classes:
+        model.reset_classifier(num_classes)
+    return model
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What is known of a model without training it."""
+
+    name: str
+    group: str
+    parameters: int
+    flops: int  # of a forward pass for one image; a multiply-add counts as two
+    input_shape: tuple[int, int, int]
+    layers: dict[str, int]  # how many of each kind, by class
+    config: dict[str, Any]
+
+
+def model_info(name: str, *, input_size: int = 32, **overrides: Any) -> ModelInfo:
+    """Parameters, FLOPs, group and layers of a model, by name; overrides are those of ``create_model``.
+
+    Args:
+        input_size: side of the square images that FLOPs are counted for.
+    """
+    with torch.random.fork_rng(devices=[]):
+        model = create_model(name, **overrides)
+    config = ResNetConfig.of(**model.config)
+    input_shape = (config.in_channels, input_size, input_size)
+    layers = Counter(
+        type(layer).__name__
+        for layer in model.modules()
+        if next(layer.parameters(recurse=False), None) is not None
+    )
+    return ModelInfo(
+        name=name,
+        group=model.group.name,
+        parameters=count_parameters(model),
+        flops=_flops(config, input_shape),
+        input_shape=input_shape,
+        layers=dict(layers),
+        config=model.config,
+    )
+
+
+def _flops(config: ResNetConfig, input_shape: tuple[int, int, int]) -> int:
+    """In each stage all blocks but the first are alike, so one and two per stage tell of any number."""
+    one, two = (_counted(replace(config, depth=depth), input_shape) for depth in (11, 20))
+    return one + (config.blocks_per_stage - 1) * (two - one)
+
+
+@cache
+def _counted(config: ResNetConfig, input_shape: tuple[int, int, int]) -> int:
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of sizes: nothing is computed here
+        return count_flops(ResNet(config).to("meta"), input_shape)
+
+
+def models_table(pattern: str = "*", *, input_size: int = 32, **overrides: Any) -> Table:
+    """The models that match a wildcard pattern as a table of rich: what ``selfconv models`` prints."""
+    from rich.table import Table
+
+    table = Table(title=f"Models, for {input_size}×{input_size} images")
+    for heading in ("model", "group", "spatial layer", "widths"):
+        table.add_column(heading)
+    for heading in ("parameters", "MFLOPs"):
+        table.add_column(heading, justify="right")
+    for name in list_models(pattern):
+        info = model_info(name, input_size=input_size, **overrides)
+        config = info.config
+        spatial = f"{config['spatial']} {config['kernel_size']}×{config['kernel_size']}"
+        if config["spatial"] != "conv":
+            spatial += f", {config['num_heads']} heads"
+        table.add_row(
+            name,
+            info.group,
+            spatial + ", se" * config["squeeze_excite"],
+            ", ".join(map(str, config["widths"])),
+            f"{info.parameters:,}",
+            f"{info.flops / 1e6:,.1f}",
+        )
+    return table

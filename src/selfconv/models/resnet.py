@@ -1,0 +1,245 @@
+"""The paper's networks: one ResNet of depth 9n+2, whose description says what it is made of.
+
+stem (3×3) → three stages of n bottleneck blocks → mean over space and group → linear classifier
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
+from functools import partial
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from selfconv.groups import Group, get_group
+from selfconv.models._config import ResNetConfig
+from selfconv.models._sharing import Shareable
+from selfconv.nn import (
+    AffineSelfConv2d,
+    GlobalPool,
+    GroupBatchNorm,
+    GroupConv2d,
+    LiftingConv2d,
+    SimpleAffineSelfConv2d,
+    SqueezeExcite,
+    StandAloneSelfAttention2d,
+)
+
+EXPANSION = 4  # a block's output is this many times as wide as its spatial layer
+DOWNSAMPLING = 4  # of a whole network: its second and third stage halve the map
+
+
+class ConvNorm(nn.Sequential):
+    """A convolution or attention layer, and the batch norm of its output."""
+
+    conv: nn.Module
+    norm: nn.Module
+
+    def __init__(self, conv: nn.Module, channels: int, group: Group) -> None:
+        super().__init__()
+        self.conv = conv
+        self.norm = GroupBatchNorm(channels, group=group)
+
+
+class Bottleneck(nn.Module):
+    """relu(shortcut(f) + SE(1×1(relu(spatial(relu(1×1(f))))))), batch norm after every convolution.
+
+    Shapes: ``[N, in_channels, |H|, h, w] -> [N, 4·width, |H|, h/stride, w/stride]``; on z2 without |H|.
+    """
+
+    def __init__(self, config: ResNetConfig, in_channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        group = get_group(config.group)
+        out_channels = EXPANSION * width
+        conv = partial(GroupConv2d, bias=False, group=group, downsample=config.downsample)
+        self.reduce = ConvNorm(conv(in_channels, width, 1), width, group)
+        self.spatial = ConvNorm(spatial_layer(config, width, stride), width, group)
+        self.expand = ConvNorm(conv(width, out_channels, 1), out_channels, group)
+        self.se: nn.Module = nn.Identity()
+        if config.squeeze_excite:
+            self.se = SqueezeExcite(out_channels, max(1, 16 // len(group)), group=group)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride > 1 or in_channels != out_channels:
+            self.shortcut = ConvNorm(conv(in_channels, out_channels, 1, stride), out_channels, group)
+        if config.attention:
+            # unstable in the first epochs: every block starts as its shortcut
+            nn.init.zeros_(self.expand.norm.weight)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.reduce(x))
+        y = F.relu(self.spatial(y))
+        y = self.se(self.expand(y))
+        return F.relu(y + self.shortcut(x))
+
+
+def spatial_layer(config: ResNetConfig, width: int, stride: int) -> nn.Module:
+    """The layer that sees a neighbourhood: what the models of the paper differ in."""
+    k, group = config.kernel_size, config.group
+    if config.spatial == "conv":
+        return GroupConv2d(
+            width, width, k, stride, padding="same", bias=False, group=group, downsample=config.downsample
+        )
+    heads = {
+        "num_heads": config.num_heads,
+        "scale": (1 if config.scale == "width" else config.num_heads) / width,
+        "group": group,
+    }
+    if config.spatial == "sasa":
+        return StandAloneSelfAttention2d(width, width, k, stride, **heads)  # type: ignore[arg-type]
+    kind = AffineSelfConv2d if config.spatial == "asc" else SimpleAffineSelfConv2d
+    return kind(width, width, k, stride, psi=config.psi, **heads)  # type: ignore[arg-type]
+
+
+class ResNet(
+    Shareable,
+    library_name="selfconv",
+    pipeline_tag="image-classification",
+    tags=["affine-self-convolution", "equivariance"],
+):
+    """A network of the family: ``[N, in_channels, h, w] -> [N, num_classes]``, for images of any size ≥ 4.
+
+    Its logits are invariant to ``group`` and its features equivariant to it, exactly if every map that is
+    halved has a size that allows it: with ``downsample="pool"`` sides that are multiples of 4, with
+    ``"stride"`` sides 1 more than that. Another size is warned about, once for each.
+
+    Beside ``forward`` it has the methods that timm's models have. Features before the head are
+    ``[N, C, |H|, h/4, w/4]``; on z2 without |H|.
+    """
+
+    def __init__(self, config: ResNetConfig) -> None:
+        super().__init__()
+        self._config = config
+        self.group = get_group(config.group)
+        stem_width = config.widths[0]
+        self.stem = ConvNorm(
+            LiftingConv2d(config.in_channels, stem_width, 3, padding=1, bias=False, group=self.group),
+            stem_width,
+            self.group,
+        )
+        stages, channels = [], stem_width
+        for stage, width in enumerate(config.widths):
+            blocks = []
+            for block in range(config.blocks_per_stage):
+                blocks.append(Bottleneck(config, channels, width, 2 if stage and not block else 1))
+                channels = EXPANSION * width
+            stages.append(nn.Sequential(*blocks))
+        self.stages = nn.Sequential(*stages)
+        self.num_features = channels
+        self.pool = GlobalPool(config.pool, group=self.group)
+        self.fc: nn.Module = self._classifier(config.num_classes)
+        self.grad_checkpointing = False
+        self._warned_sizes: set[tuple[int, int]] = set()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The whole description, as ``from_config`` takes it and ``config.json`` holds it."""
+        return asdict(self._config)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        return cls(ResNetConfig.of(**config))
+
+    @property
+    def num_classes(self) -> int:
+        return self._config.num_classes
+
+    def _classifier(self, num_classes: int, **factory: Any) -> nn.Module:
+        return nn.Linear(self.num_features, num_classes, **factory) if num_classes else nn.Identity()
+
+    def get_classifier(self) -> nn.Module:
+        return self.fc
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """A fresh classifier, for other classes; 0 leaves it out, so that the model returns features.
+
+        Args:
+            global_pool: ``"mean"`` (timm's ``"avg"``) or ``"max"``, if it is to change.
+        """
+        pool = "mean" if global_pool == "avg" else global_pool
+        changed = {"num_classes": num_classes} | ({} if pool is None else {"pool": pool})
+        self._config = ResNetConfig.of(**self.config | changed)
+        self.pool = GlobalPool(self._config.pool, group=self.group)
+        like = self.stem.conv.weight
+        self.fc = self._classifier(num_classes, device=like.device, dtype=like.dtype)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Whether training keeps only each block's input and computes the rest again when it is needed."""
+        self.grad_checkpointing = enable
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        self._check_input(x)
+        x = F.relu(self.stem(x))
+        if not (self.grad_checkpointing and torch.is_grad_enabled()):
+            return self.stages(x)
+        for block in (block for stage in self.stages.children() for block in stage.children()):
+            x = checkpoint(block, x, use_reentrant=False, context_fn=partial(_recompute_contexts, block))
+        return x
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        x = self.pool(x)
+        return x if pre_logits else self.fc(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))
+
+    def _check_input(self, x: Tensor) -> None:
+        pooled = self._config.attention or self._config.downsample == "pool"
+        least = DOWNSAMPLING if pooled else 1
+        channels = self._config.in_channels
+        if x.dim() != 4 or x.shape[1] != channels or min(x.shape[2:]) < least:
+            raise ValueError(
+                f"expected images [N, {channels}, h, w] of {least}×{least} or more; got shape {list(x.shape)}"
+            )
+        if not x.is_floating_point():
+            raise TypeError(f"expected floating-point images; got {x.dtype} of shape {list(x.shape)}")
+        remainders = {side % DOWNSAMPLING for side in x.shape[2:]}
+        if self._config.attention and self._config.downsample == "stride" and remainders != {0}:
+            raise ValueError(
+                "attention beside strided shortcuts needs images whose sides are multiples of 4; got shape "
+                f"{list(x.shape)}"
+            )
+        if len(self.group) > 1 and not torch.compiler.is_compiling():
+            self._warn_unless_exact(x.shape[2], x.shape[3])
+
+    def _warn_unless_exact(self, h: int, w: int) -> None:
+        """Cells of 2×2 tile a map of even size; strides of 2 meet both of its ends if the size is odd."""
+        strided = self._config.downsample == "stride"
+        exact = {h % DOWNSAMPLING, w % DOWNSAMPLING} == {1 if strided else 0}
+        if (h, w) in self._warned_sizes or (exact and not (strided and self._config.attention)):
+            return
+        self._warned_sizes.add((h, w))
+        needed = "sides that are multiples of 4 (28, 32, 36, …)"
+        if strided and self._config.attention:
+            needed = f"downsample='pool' and {needed}"
+        elif strided:
+            needed = f"sides of 4n+1 (29, 33, 37, …), or downsample='pool' and {needed}"
+        warnings.warn(
+            f"{h}×{w} images: with downsample={self._config.downsample!r} this model is equivariant to "
+            f"{self.group} only approximately; exactness needs {needed}",
+            stacklevel=2,
+        )
+
+
+def _recompute_contexts(
+    block: nn.Module,
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), _frozen_statistics(block)
+
+
+@contextmanager
+def _frozen_statistics(block: nn.Module) -> Iterator[None]:
+    """Batch norm as in training, but without moving its running statistics: they moved in the first pass."""
+    norms = [layer for layer in block.modules() if isinstance(layer, nn.BatchNorm2d)]
+    for norm in norms:
+        norm.track_running_stats = False
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.track_running_stats = True

@@ -17,9 +17,11 @@ from typing import Annotated, Any, Literal
 import tyro
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
+from selfconv.lab.bench import BenchOptions
 from selfconv.lab.config import RECIPES, DataOptions, Engine, ModelOptions, Recipe, RunConfig
 from selfconv.lab.errors import RunStopped
 
+BENCH = BenchOptions()
 RunFolder = Annotated[Path, arg(metavar="RUN")]
 
 
@@ -134,6 +136,24 @@ def audit(
         raise SystemExit(1)
 
 
+def bench(options: BenchOptions = BENCH) -> None:
+    """Measure speed and memory: the operation, its growth, and the networks, beside what they replace."""
+    from selfconv.lab.bench import run_bench
+
+    run_bench(options)
+
+
+def demo(*, out: Path = Path("out/demo")) -> None:
+    """See the layer at work: equivariance in numbers, data-dependent filters in a picture.
+
+    Args:
+        out: Folder for the picture.
+    """
+    from selfconv.lab.demo import run_demo
+
+    run_demo(out)
+
+
 # ---- train: its options are those of a run, and their defaults depend on some of them ----
 
 
@@ -207,6 +227,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "export": export,
     "models": models,
     "audit": audit,
+    "bench": bench,
+    "demo": demo,
 }
 
 

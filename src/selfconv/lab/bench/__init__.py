@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 
+from selfconv.lab._memory import keep_memory
 from selfconv.lab.bench._measure import matmul_rate
 from selfconv.lab.bench._models import PAIRS, ModelRow, measure_models
 from selfconv.lab.bench._ops import LARGE, STAGES, Row, measure_growth, measure_ops
@@ -52,6 +53,7 @@ def run_bench(options: BenchOptions) -> Results:
     _check(options)
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)  # before an hour's work, not after
+    keep_memory()  # for every contender alike
     device = torch.device(options.device)
     before = torch.get_num_threads()
     if options.threads is not None:

@@ -39,7 +39,8 @@ RESULTS = Results(
 
 
 def test_times_are_the_least_and_contenders_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, turns = [0.0], []
+    clock = [0.0]
+    turns: list[str] = []
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
 
     def work(name: str, seconds: list[float]) -> _measure.Work:

@@ -25,7 +25,7 @@ def awake(model: ResNet, size: int = 8) -> ResNet:
     dtype = next(model.parameters()).dtype
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a size that is not exact: nobody turns this image
-        model.train()(torch.randn(8, model.config["in_channels"], size, size, dtype=dtype))
+        model.train()(torch.randn(8, model.in_channels, size, size, dtype=dtype))
     for norm in norms:
         norm.momentum = 0.1
     return model.eval()
@@ -45,7 +45,7 @@ def trained(model: ResNet, steps: int = 2, batch: int = 4, size: int = 32) -> Re
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
     model.train()
     for _ in range(steps):
-        images = torch.randn(batch, model.config["in_channels"], size, size)
+        images = torch.randn(batch, model.in_channels, size, size)
         labels = torch.randint(model.num_classes, (batch,))
         optimizer.zero_grad()
         F.cross_entropy(model(images), labels).backward()

@@ -26,7 +26,7 @@ def test_exported_programs_agree_at_any_batch_size(
     name: str, size: int, overrides: dict[str, Any], tmp_path: Path
 ) -> None:
     model = trained(create_model(name, depth=11, **overrides), size=size)
-    shape = (model.config["in_channels"], size, size)
+    shape = (model.in_channels, size, size)
     export_program(model, tmp_path / "model.pt2", input_shape=shape)
     program = torch.export.load(tmp_path / "model.pt2").module()
     for batch in (1, 7):

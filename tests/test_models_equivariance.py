@@ -12,9 +12,10 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from model_helpers import TINY, awake, relative_error, tiny, trained
-from torch import Tensor, nn
+from torch import Tensor
 
 from selfconv.models import ResNet, create_model, list_models
+from selfconv.testing import audit
 
 
 @contextmanager
@@ -83,26 +84,19 @@ def test_planar_models_do_see_quarter_turns() -> None:
         assert relative_error(model(images.rot90(1, (-2, -1))), model(images)) > 1e-2
 
 
-def test_the_strided_layer_is_where_p4resnet29_breaks() -> None:
-    model = create_model("p4resnet29").eval()
-    images = torch.randn(1, 3, 32, 32)
-    outputs: list[dict[str, Tensor]] = [{}, {}]
-    leaves = {n: m for n, m in model.stages.named_modules() if isinstance(m, nn.Module) and "." in n}
-    for turn, seen in enumerate(outputs):
-        handles = [
-            layer.register_forward_hook(lambda _, __, out, n=n, seen=seen: seen.update({n: out}))
-            for n, layer in leaves.items()
-            if not list(layer.children())
-        ]
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model(images.rot90(turn, (-2, -1)))
-        for handle in handles:
-            handle.remove()
-    straight, turned = outputs
-    errors = {n: relative_error(turned[n], model.group.act(out, 1)) for n, out in straight.items()}
-    assert next(n for n, error in errors.items() if error > 1e-4) == "1.0.spatial.conv"
-    assert model.stages.get_submodule("1.0.spatial.conv").stride == 2
+def test_audit_names_the_strided_layer_of_p4resnet29() -> None:
+    report = audit(create_model("p4resnet29"), 32)
+    assert report.culprit == "stages.1.0.spatial.conv"
+    assert report.reason is not None
+    assert report.reason.startswith("stride 2 on an even-sized map")
+    assert set(report.sizes) == {29, 33, 37}  # the sizes that the model's own warning gives
+    assert audit(create_model("p4resnet29"), 33).passed
+
+
+@pytest.mark.parametrize("name", ["p4resnet29", "p4resnet29_asc", "p4mresnet29_se", "resnet29_sasa"])
+def test_audit_passes_what_pools(name: str) -> None:
+    overrides = TINY | {"downsample": "pool", "num_heads": 1}
+    assert audit(awake(create_model(name, in_channels=1, **overrides)), 16).passed
 
 
 # ---- sizes ----

@@ -97,7 +97,7 @@ def _prepared(model: nn.Module, input_shape: Sequence[int] | None) -> tuple[nn.M
     if input_shape is None:
         if not isinstance(model, ResNet):
             raise ValueError(f"input_shape: expected (channels, h, w) for a {type(model).__name__}; got None")
-        input_shape = (model.config["in_channels"], 32, 32)
+        input_shape = (model.in_channels, 32, 32)
     like = next(model.parameters())
     images = torch.zeros(2, *input_shape, device=like.device, dtype=like.dtype)
     return set_backend(copy.deepcopy(model).eval(), "eager"), images

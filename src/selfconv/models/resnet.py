@@ -149,6 +149,10 @@ class ResNet(
         return cls(ResNetConfig.of(**config))
 
     @property
+    def in_channels(self) -> int:
+        return self._config.in_channels
+
+    @property
     def num_classes(self) -> int:
         return self._config.num_classes
 
@@ -194,7 +198,7 @@ class ResNet(
     def _check_input(self, x: Tensor) -> None:
         pooled = self._config.attention or self._config.downsample == "pool"
         least = DOWNSAMPLING if pooled else 1
-        channels = self._config.in_channels
+        channels = self.in_channels
         if x.dim() != 4 or x.shape[1] != channels or min(x.shape[2:]) < least:
             raise ValueError(
                 f"expected images [N, {channels}, h, w] of {least}×{least} or more; got shape {list(x.shape)}"

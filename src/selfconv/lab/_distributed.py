@@ -38,7 +38,8 @@ def _mean(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Over all but the channels, and over the processes, which have equally many images."""
     from torch.distributed.nn.functional import all_reduce
 
-    own = x.float().mean([d for d, size in enumerate(shape) if size == 1])
+    dtype = torch.promote_types(x.dtype, torch.float32)  # half precision cannot add up so many
+    own = x.mean([d for d, size in enumerate(shape) if size == 1], dtype=dtype)
     return all_reduce(own) / _processes()
 
 

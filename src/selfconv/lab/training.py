@@ -24,7 +24,7 @@ from selfconv.lab._trainer import State, Sums, Trainer
 from selfconv.lab.checkpoints import Checkpoint
 from selfconv.lab.config import Engine, RunConfig
 from selfconv.lab.data import Dataset
-from selfconv.lab.errors import Diverged, Interrupted
+from selfconv.lab.errors import Diverged, Interrupted, RunStopped
 from selfconv.lab.records import environment
 from selfconv.lab.runs import DataInfo, Run, begin, claim, open_data, save_model, write_json
 from selfconv.models import count_parameters
@@ -62,7 +62,10 @@ def train(config: RunConfig, out: str | Path, *, resume: bool = False, quiet: bo
             progress.say(f"{config.model.name}, {count_parameters(trainer.network):,} parameters; {data}")
             place = "" if checkpoint is None else f"from epoch {trainer.state.epoch + 1} on, "
             progress.say(f"{place}into {run.folder}")
-            _loop(trainer, run, config, stop, progress)
+            try:
+                _loop(trainer, run, config, stop, progress)
+            except RunStopped as stopped:
+                raise stopped if accelerator.is_main_process else SystemExit(stopped.code) from None
             return _finish(trainer, run, config, data, progress)
 
 
@@ -101,7 +104,7 @@ def _loop(trainer: Trainer, run: Run, config: RunConfig, stop: StopSignals, prog
             )
             if wish:
                 save()
-                raise _interruption(state, run, stop.number)
+                raise _interruption(state, run, stop.number or int(wish))
             if time.monotonic() - saved > 60 * config.engine.checkpoint_minutes and state.step < steps:
                 save()
                 saved = time.monotonic()
@@ -191,6 +194,7 @@ def _finish(
 
 def make_accelerator(engine: Engine) -> Accelerator:
     try:
+        import tensorboard  # noqa: F401  (before anything is written)
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState
     except ModuleNotFoundError as error:
@@ -239,5 +243,5 @@ def _begun(
                 error = problem
         error, record, checkpoint = _shared([error, record, checkpoint])
         if error is not None:
-            raise error
+            raise error if accelerator.is_main_process else SystemExit(2)  # one of them says it
         yield run, record, checkpoint

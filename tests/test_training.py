@@ -253,6 +253,16 @@ def test_the_loss_falls(tmp_path: Path, data: Path) -> None:
     assert losses[-1] < 0.7 * losses[0]
 
 
+def test_a_convolutional_network_trained_upright_loses_its_accuracy_when_images_turn(tmp_path: Path) -> None:
+    from selfconv.lab.evaluate import evaluate_run
+
+    config = RunConfig.of("digits", "resnet29").replaced("model", depth=11, widths=(8, 8, 8))
+    record = train(config.replaced("recipe", epochs=4), tmp_path / "run", quiet=True)
+    under = evaluate_run(Run.open(tmp_path / "run")).accuracy_under
+    assert record["test_accuracy"] == under["0°"] > 0.8
+    assert max(under["90°"], under["270°"]) < 0.4
+
+
 def test_bf16(data: Path, tmp_path: Path) -> None:
     config = replace(tiny_config(data, "resnet29_asc", epochs=1), engine=Engine(precision="bf16"))
     record = train(config, tmp_path / "run", quiet=True)

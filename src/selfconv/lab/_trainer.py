@@ -118,7 +118,7 @@ class Trainer:
 
     def _batches(self, data: Dataset, part: str, size: int, **options: Any) -> Batches:
         world = self.accelerator.num_processes
-        size = size if options else -(-size // world) * world
+        size = size if part == "train" else -(-size // world) * world  # a multiple, without a say in results
         split = getattr(data, part).to(self.accelerator.device)
         place = {"rank": self.accelerator.process_index, "world_size": world}
         return Batches(split, size, mean=data.mean, std=data.std, **place, **options)

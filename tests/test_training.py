@@ -65,8 +65,10 @@ def test_the_cosine_rises_then_falls_to_zero(epochs: int, steps: int, warmup: fl
     peak = rates.index(max(rates))
     assert rates[: peak + 1] == sorted(rates[: peak + 1])
     assert rates[peak:] == sorted(rates[peak:], reverse=True)
-    assert rates[-1] == pytest.approx(0, abs=1e-12)
-    assert all(0 <= r <= 0.3 for r in rates)
+    assert all(0 < r <= 0.3 for r in rates)
+    total = epochs * steps
+    if total * (1 - warmup) >= 10:
+        assert rates[-1] < 0.3 * 0.01
 
 
 @pytest.mark.parametrize(

@@ -316,6 +316,15 @@ def test_commands_on_bad_input(
     assert sorted(os.listdir()) == before
 
 
+def test_ctrl_c(capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pressed() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(cli.COMMANDS, "wait", pressed)  # also: a new command is a function and an entry
+    assert run_cli("wait") == 130
+    check_one_line(capfd, "interrupted")
+
+
 def test_missing_extras_are_named(
     run: Path, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,8 +65,10 @@ def test_the_cosine_rises_then_falls_to_zero(epochs: int, steps: int, warmup: fl
     peak = rates.index(max(rates))
     assert rates[: peak + 1] == sorted(rates[: peak + 1])
     assert rates[peak:] == sorted(rates[peak:], reverse=True)
-    assert rates[-1] == pytest.approx(0, abs=1e-12)
-    assert all(0 <= r <= 0.3 for r in rates)
+    assert all(0 < r <= 0.3 for r in rates)
+    total = epochs * steps
+    if total * (1 - warmup) >= 10:
+        assert rates[-1] < 0.3 * 0.01
 
 
 @pytest.mark.parametrize(
@@ -251,6 +253,16 @@ def test_the_loss_falls(tmp_path: Path, data: Path) -> None:
         for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]
     assert losses[-1] < 0.7 * losses[0]
+
+
+def test_a_convolutional_network_trained_upright_loses_its_accuracy_when_images_turn(tmp_path: Path) -> None:
+    from selfconv.lab.evaluate import evaluate_run
+
+    config = RunConfig.of("digits", "resnet29").replaced("model", depth=11, widths=(8, 8, 8))
+    record = train(config.replaced("recipe", epochs=4), tmp_path / "run", quiet=True)
+    under = evaluate_run(Run.open(tmp_path / "run")).accuracy_under
+    assert record["test_accuracy"] == under["0°"] > 0.8
+    assert max(under["90°"], under["270°"]) < 0.4
 
 
 def test_bf16(data: Path, tmp_path: Path) -> None:

@@ -216,7 +216,7 @@ def _train_command(args: Sequence[str]) -> Callable[..., None]:
 
 
 def _default_out(config: RunConfig) -> Path:
-    return Path("runs") / f"{Path(config.data.source).stem}-{config.model.name}"
+    return Path("runs") / f"{Path(config.data.source).resolve().stem}-{config.model.name}"
 
 
 # ---- the command ----

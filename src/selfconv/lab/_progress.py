@@ -49,11 +49,11 @@ class Progress:
         validation = ""
         if metrics["val_accuracy"] is not None:
             validation = f", validation {metrics['val_loss']:.3f} {metrics['val_accuracy']:6.2%}"
-        left = metrics["seconds"] * (epochs - metrics["epoch"])
+        left = f", {metrics['seconds'] * (epochs - metrics['epoch']):.0f} s left" if self._bar is None else ""
         self.say(
             f"epoch {metrics['epoch']:3d}/{epochs}: loss {metrics['train_loss']:.3f}, "
             f"accuracy {metrics['train_accuracy']:6.2%}{validation}, "
-            f"{metrics['images_per_second']:.0f} images/s, {left:.0f} s left"
+            f"{metrics['images_per_second']:.0f} images/s{left}"
         )
 
 

@@ -66,7 +66,7 @@ def rate(recipe: Recipe, epoch: int, step: int, steps: int) -> float:
         warmup = round(recipe.warmup * recipe.epochs)
         rise = min(1.0, (epoch + 1) / warmup) if warmup else 1.0
         return recipe.lr * rise * 0.1 ** sum(epoch >= share * recipe.epochs for share in (0.5, 0.75))
-    done = (epoch * steps + step + 1) / (recipe.epochs * steps)
+    done = (epoch * steps + step + 0.5) / (recipe.epochs * steps)  # its middle: no step has a rate of 0
     if done < recipe.warmup:
         return recipe.lr * done / recipe.warmup
     return recipe.lr * 0.5 * (1 + math.cos(math.pi * (done - recipe.warmup) / (1 - recipe.warmup)))
@@ -118,7 +118,7 @@ class Trainer:
 
     def _batches(self, data: Dataset, part: str, size: int, **options: Any) -> Batches:
         world = self.accelerator.num_processes
-        size = size if options else -(-size // world) * world
+        size = size if part == "train" else -(-size // world) * world  # a multiple, without a say in results
         split = getattr(data, part).to(self.accelerator.device)
         place = {"rank": self.accelerator.process_index, "world_size": world}
         return Batches(split, size, mean=data.mean, std=data.std, **place, **options)

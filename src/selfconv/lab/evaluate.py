@@ -104,7 +104,9 @@ def evaluate_run(run: Run) -> Evaluation:
     info, data = run.data, open_data(run.config)
     if data.digest != info.digest:
         raise RunError(f"{run.folder}: the data set {info.name} has changed since this run was trained")
-    evaluation = evaluate_model(run.load_model(), data.test, info)
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = torch.device("cpu") if device is None else device
+    evaluation = evaluate_model(run.load_model().to(device), data.test.to(device), info)
     write_json(run.folder / "evaluation.json", asdict(evaluation))
     try:
         figure = confusion_figure(evaluation)

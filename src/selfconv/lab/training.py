@@ -64,9 +64,12 @@ def train(config: RunConfig, out: str | Path, *, resume: bool = False, quiet: bo
             progress.say(f"{place}into {run.folder}")
             try:
                 _loop(trainer, run, config, stop, progress)
+                record = _finish(trainer, run, config, data, progress)
             except RunStopped as stopped:
                 raise stopped if accelerator.is_main_process else SystemExit(stopped.code) from None
-            return _finish(trainer, run, config, data, progress)
+    if accelerator.num_processes > 1:
+        accelerator.end_training()
+    return record
 
 
 def _loop(trainer: Trainer, run: Run, config: RunConfig, stop: StopSignals, progress: Progress) -> None:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
-from selfconv.lab.bench import BenchOptions
+from selfconv.lab.bench_options import BenchOptions
 from selfconv.lab.config import RECIPES, DataOptions, Engine, ModelOptions, Recipe, RunConfig
 from selfconv.lab.errors import RunStopped
 

@@ -39,6 +39,8 @@ def run_bench(options: BenchOptions) -> Results:
             for row in _rows(options, device):
                 (results.models if isinstance(row, ModelRow) else results.ops).append(row)  # type: ignore[arg-type]
                 status.update(_describe(row))
+                if not console.is_terminal:  # where a spinner would not show
+                    console.print(_describe(row), highlight=False, soft_wrap=True)
     finally:
         torch.set_num_threads(before)
     print_tables(results, console)

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS := dev,onnx,plot,timm,train,triton
 
-.PHONY: install demo test lint typecheck format clean
+.PHONY: install demo test test-long lint typecheck format clean
 
 install: $(VENV)/.installed
 
@@ -19,6 +19,9 @@ demo: install
 
 test: lint typecheck
 	$(BIN)/python -m pytest -n 2
+
+test-long: install
+	SELFCONV_TEST_EFFORT=15 $(BIN)/python -m pytest -n 2 tests/test_ops.py tests/test_numba.py tests/test_nn.py
 
 lint: install
 	$(BIN)/ruff check .

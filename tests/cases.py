@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -13,7 +15,13 @@ from selfconv.groups import get_group
 from selfconv.ops import affine_self_conv
 
 GROUPS = ("z2", "p4", "p4m")
+EFFORT = int(os.environ.get("SELFCONV_TEST_EFFORT", "1"))  # `make test-long` tries many times more
 FORMATS = ("contiguous", "channels_last", "strided")
+
+
+def examples(number: int) -> settings:
+    """How many random cases a property test tries."""
+    return settings(max_examples=number * EFFORT)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import GROUPS, Case, assert_close, cases, in_memory_format
-from hypothesis import given, settings
+from cases import GROUPS, Case, assert_close, cases, examples, in_memory_format
+from hypothesis import given
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -32,19 +32,19 @@ def poisoned_memory() -> Iterator[None]:
 # ---- correct ----
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(case=cases(dense=False))
 def test_float64_is_the_reference(case: Case) -> None:
     assert_close(case.gradients(backend="numba"), case.gradients(backend="reference"), 1e-10)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(case=cases(dense=False))
 def test_float32_is_the_reference(case: Case) -> None:
     assert_close(case.gradients(torch.float32, backend="numba"), case.gradients(backend="reference"), 2e-4)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(case=cases(dense=False, small=False))
 def test_larger_maps_agree_with_eager(case: Case) -> None:
     """Several vectors in a row, several bands of rows, windows up to 11: too much for the reference."""

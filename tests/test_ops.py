@@ -7,15 +7,15 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import GROUPS, Case, assert_close, cases, in_memory_format
-from hypothesis import given, settings
+from cases import GROUPS, Case, assert_close, cases, examples, in_memory_format
+from hypothesis import given
 from torch import Tensor
 
 from selfconv.groups import Z2, get_group
 from selfconv.ops import BACKENDS, affine_conv, affine_self_conv, explain, reference
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(case=cases())
 def test_eager_is_the_reference_in_outputs_and_gradients(case: Case) -> None:
     assert_close(case.gradients(backend="eager"), case.gradients(backend="reference"), 1e-10)

@@ -1,5 +1,318 @@
-"""The ``selfconv`` command."""
+"""The ``selfconv`` command. A new subcommand is a function (its signature: the options) and a line below."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json as json_module
+import re
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from tyro.conf import OmitArgPrefixes, Positional, arg
+
+from selfconv.lab.bench_options import BenchOptions
+from selfconv.lab.config import RECIPES, DataOptions, Engine, ModelOptions, Recipe, RunConfig
+from selfconv.lab.errors import RunStopped
+
+BENCH = BenchOptions()
+RunFolder = Annotated[Path, arg(metavar="RUN")]
 
 
-def main() -> None:
-    raise SystemExit("selfconv: no commands yet")
+def evaluate(run: Positional[RunFolder], /, *, json: bool = False) -> None:
+    """Test a trained model: accuracy, of each class, and when the images are turned.
+
+    Also writes evaluation.json and confusion.png to the run's folder.
+
+    Args:
+        run: Folder of a run.
+        json: Print JSON instead of tables.
+    """
+    from selfconv.lab.evaluate import evaluate_run
+    from selfconv.lab.runs import Run
+
+    evaluation = evaluate_run(Run.open(run))
+    if json:
+        print(json_module.dumps(asdict(evaluation), ensure_ascii=False))
+    else:
+        _print(evaluation.table())
+
+
+def predict(
+    run: Positional[RunFolder],
+    images: Positional[Annotated[tuple[str, ...], arg(metavar="IMAGE…")]],
+    /,
+    *,
+    json: bool = False,
+) -> None:
+    """Classify image files: a line with file, class and probability for each.
+
+    Args:
+        run: Folder of a run.
+        images: Image files, folders of them, or quoted wildcards.
+        json: Print JSON, with the probability of every class.
+    """
+    from selfconv.lab.predict import predict as predict_images
+    from selfconv.lab.runs import Run
+
+    if not images:
+        raise ValueError("predict: expected at least one image, folder or wildcard; got none")
+    predictions = predict_images(Run.open(run), images)
+    if json:
+        print(json_module.dumps([asdict(p) for p in predictions], ensure_ascii=False))
+        return
+    for p in predictions:
+        print(f"{p.file}\t{p.label}\t{p.probability:.4f}")
+
+
+def export(run: Positional[RunFolder], /, *, to: Path) -> None:
+    """Write a trained model as ONNX or as a torch.export program.
+
+    Args:
+        run: Folder of a run.
+        to: File to write: …​.onnx or …​.pt2.
+    """
+    from selfconv.lab.export import export_run
+    from selfconv.lab.runs import Run
+
+    opened = Run.open(run)
+    shape = export_run(opened, to)
+    names = opened.data.class_names
+    print(f"{to}: images [N, {', '.join(map(str, shape))}], pixels in 0..1 -> logits [N, {len(names)}]")
+    print(f"classes: {', '.join(names)}")
+
+
+def models(pattern: Positional[str] = "*", /, *, size: int = 32) -> None:
+    """List the models, with their parameters and FLOPs.
+
+    Args:
+        pattern: Wildcard for their names.
+        size: Side of the images that FLOPs are counted for.
+    """
+    from selfconv.models import list_models, models_table
+
+    if size < 1:
+        raise ValueError(f"size: expected a positive number of pixels; got {size}")
+    if not list_models(pattern):
+        raise ValueError(f"no model matches {pattern!r}; `selfconv models` lists all")
+    _print(models_table(pattern, input_size=size))
+
+
+def audit(
+    model: Positional[Annotated[str, arg(metavar="MODEL")]],
+    /,
+    *,
+    size: int = 32,
+    group: Literal["z2", "p4", "p4m"] | None = None,
+    downsample: Literal["stride", "pool"] | None = None,
+) -> None:
+    """Check layer by layer whether a network is equivariant; exit code 1 if it is not.
+
+    Args:
+        model: Name of a model, or folder of a run.
+        size: Side of the images.
+        group: To which group; by default the model's own.
+        downsample: How convolutions halve a map, if not as the model is named.
+    """
+    from selfconv.lab.runs import Run
+    from selfconv.models import create_model
+    from selfconv.testing import audit as audit_model
+
+    if size < 1:
+        raise ValueError(f"size: expected a positive number of pixels; got {size}")
+    folder = Path(model)
+    network = Run.open(folder).load_model() if folder.is_dir() else create_model(model, downsample=downsample)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of sizes: the audit itself tells
+        result = audit_model(network, size, group, in_channels=network.config["in_channels"])
+    _print(result.table())
+    if not result.passed:
+        raise SystemExit(1)
+
+
+def bench(options: BenchOptions = BENCH) -> None:
+    """Measure speed and memory: the operation, its growth, and the networks, beside what they replace."""
+    from selfconv.lab.bench import run_bench
+
+    run_bench(options)
+
+
+def demo(*, out: Path = Path("out/demo")) -> None:
+    """See the layer at work: equivariance in numbers, data-dependent filters in a picture.
+
+    Args:
+        out: Folder for the picture.
+    """
+    from selfconv.lab.demo import run_demo
+
+    run_demo(out)
+
+
+# ---- train: its options are those of a run, and their defaults depend on some of them ----
+
+
+def _train_command(args: Sequence[str]) -> Callable[..., None]:
+    """``train``, with the defaults that follow from some of its options: the data, a config file, …"""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in ("data", "model", "recipe", "config", "out"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--resume", action="store_true")
+    training = len(args) > 0 and args[0] == "train"
+    try:
+        given = parser.parse_known_args(args[1:] if training else [])[0]
+    except argparse.ArgumentError:  # tyro says it better
+        given = parser.parse_args([])
+    base = RunConfig.of(
+        *(
+            value if value is not None else default
+            for value, default in ((given.data, "digits"), (given.model, "resnet29_asc"))
+        )
+    )
+    if given.config is not None:
+        base = RunConfig.load(Path(given.config))
+    elif given.resume:
+        out = Path(given.out) if given.out is not None else _default_out(base)
+        base = RunConfig.load(out) if (out / "config.json").is_file() else base
+    recipe = base.recipe
+    if given.recipe in RECIPES:
+        recipe = RECIPES[given.recipe](given.model if given.model is not None else base.model.name)
+
+    def train(
+        model: ModelOptions = base.model,
+        data: DataOptions = base.data,
+        training: Annotated[Recipe, arg(name="recipe")] = recipe,
+        engine: Engine = base.engine,
+        *,
+        recipe: Literal["paper", "fast"] | None = None,
+        seed: int = base.seed,
+        out: Path | None = None,
+        resume: bool = False,
+        config: Path | None = None,
+    ) -> None:
+        """Train a network on digits, CIFAR or your own images.
+
+        Without options: resnet29_asc on handwritten digits, in a few minutes. Everything goes to a folder,
+        for `evaluate`, `predict` and `export`. A run that was stopped goes on with --resume.
+
+        Args:
+            recipe: Which recipe the defaults below are of; by default paper for CIFAR and fast for the rest.
+            seed: Of the weights, the order of the images and their augmentation.
+            out: Folder for the run; by default runs/DATA-MODEL.
+            resume: Go on with the run in that folder, with its options.
+            config: Take the defaults of all options from the config.json of a run.
+        """
+        from selfconv.lab.training import train as train_run
+
+        run = RunConfig(model=model, data=data, recipe=training, engine=engine, seed=seed)
+        train_run(run, out if out is not None else _default_out(run), resume=resume)
+
+    return train
+
+
+def _default_out(config: RunConfig) -> Path:
+    return Path("runs") / f"{Path(config.data.source).resolve().stem}-{config.model.name}"
+
+
+# ---- the command ----
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "evaluate": evaluate,
+    "predict": predict,
+    "export": export,
+    "models": models,
+    "audit": audit,
+    "bench": bench,
+    "demo": demo,
+}
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Runs a command. Errors of the user are one line on stderr and exit code 2."""
+    args = sys.argv[1:] if args is None else list(args)
+    warnings.showwarning = _warn
+    for kind in (DeprecationWarning, FutureWarning):  # of the libraries: nothing that a user could do about
+        warnings.simplefilter("ignore", kind)
+    try:
+        _call(args)
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+    except RunStopped as stopped:
+        _fail(str(stopped), stopped.code)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        _fail(_one_line(error), 2)
+
+
+def _call(args: Sequence[str]) -> None:
+    commands = {"train": _train_command(args), **COMMANDS}
+    messages = io.StringIO()
+    try:
+        with redirect_stderr(messages):
+            call = _parse(commands, args)
+    except SystemExit as stop:
+        if stop.code == 2:
+            _fail(_condensed(messages.getvalue()), 2)
+        raise
+    call()
+
+
+def _parse(commands: dict[str, Callable[..., None]], args: Sequence[str]) -> Callable[[], None]:
+    """The command's call, not yet made, so that only what tyro prints is taken for a parse error."""
+    calls: list[Callable[[], None]] = []
+
+    def deferred(command: Callable[..., None]) -> Callable[..., None]:
+        from functools import wraps
+
+        @wraps(command)
+        def note(*given: Any, **options: Any) -> None:
+            calls.append(lambda: command(*given, **options))
+
+        return note
+
+    tyro.extras.subcommand_cli_from_dict(
+        {name: deferred(command) for name, command in commands.items()},
+        prog="selfconv",
+        description="Affine Self Convolution: networks whose filters depend on the image.",
+        args=args,
+        config=(OmitArgPrefixes,),
+    )
+    return calls[0]
+
+
+def _condensed(box: str) -> str:
+    """What tyro explains in a box, as a line."""
+    lines = [re.sub(r"^[│╭╰─\s]+|[│╮╯─\s]+$", "", line) for line in box.splitlines()]
+    first, *rest = [part.split("\n") for part in re.split(r"\n{2,}", "\n".join(lines[1:]).strip())]
+    hints = [" ".join(part[:2]) for part in rest if part[0].startswith(("Perhaps", "Available"))]
+    first[0] = re.sub(r"Error parsing __tyro-dummy-inner__\.\w+: ", "", first[0])  # its message says which
+    return "; ".join([" ".join(first).rstrip("."), *hints]) or "cannot parse the options"
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror is not None and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"selfconv: {message}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def _warn(message: Warning | str, *_: object, **__: object) -> None:
+    print(f"selfconv: warning: {' '.join(str(message).split())}", file=sys.stderr)
+
+
+def _print(table: Any) -> None:
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+if __name__ == "__main__":
+    main()

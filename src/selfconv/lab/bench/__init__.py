@@ -7,41 +7,17 @@ run, so that ratios hold on a noisy machine; memory is what torch's allocator he
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal
 
 import torch
 
+from selfconv.lab._memory import keep_memory
 from selfconv.lab.bench._measure import matmul_rate
-from selfconv.lab.bench._models import PAIRS, ModelRow, measure_models
+from selfconv.lab.bench._models import ModelRow, measure_models
 from selfconv.lab.bench._ops import LARGE, STAGES, Row, measure_growth, measure_ops
 from selfconv.lab.bench._report import Results, machine, print_tables, read_results, write_results
+from selfconv.lab.bench_options import PAIRS, BenchOptions
 
 __all__ = ["BenchOptions", "ModelRow", "Results", "Row", "read_results", "run_bench"]
-
-
-@dataclass(frozen=True)
-class BenchOptions:
-    """What to measure, and for how long."""
-
-    sections: tuple[Literal["ops", "growth", "models"], ...] = ("ops", "growth", "models")
-    device: str = "cpu"
-    """cpu, or cuda, where the Triton kernels run."""
-    threads: int | None = None
-    """CPU threads; by default torch's own number."""
-    batch: tuple[int, ...] = (1, 64)
-    """Batch sizes for the operation."""
-    model_batch: int = 128
-    """Batch size for the networks."""
-    models: tuple[str, ...] = tuple(PAIRS)
-    """Which networks; each beside its convolutional counterpart."""
-    seconds: float = 3.0
-    """For each comparison of the operation; networks get ten times as long."""
-    quick: bool = False
-    """The stage shapes and two networks only, a second each: to see that it works."""
-    out: Path | None = field(default=None)
-    """A folder for bench.json, performance.md and the plots."""
 
 
 def run_bench(options: BenchOptions) -> Results:
@@ -52,6 +28,7 @@ def run_bench(options: BenchOptions) -> Results:
     _check(options)
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)  # before an hour's work, not after
+    keep_memory()  # for every contender alike
     device = torch.device(options.device)
     before = torch.get_num_threads()
     if options.threads is not None:

@@ -9,19 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from selfconv.lab.bench._measure import Work, interleaved, peak_memory
+from selfconv.lab.bench_options import PAIRS
 from selfconv.models import create_model
-
-PAIRS = {  # model: its convolutional counterpart
-    "resnet29": "resnet29",
-    "resnet29_se": "resnet29",
-    "resnet29_sasa": "resnet29",
-    "resnet29_simple_asc": "resnet29",
-    "resnet29_asc": "resnet29",
-    "resnet29_asc_se": "resnet29",
-    "p4resnet29": "p4resnet29",
-    "p4resnet29_se": "p4resnet29",
-    "p4resnet29_asc": "p4resnet29",
-}
 
 
 @dataclass(frozen=True)

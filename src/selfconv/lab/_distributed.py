@@ -1,0 +1,54 @@
+"""What several processes need beyond what accelerate does."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class _SyncedBatchNorm(nn.BatchNorm2d):
+    """Batch normalisation over the batches of all processes, on any device, for features of any rank.
+
+    torch's own is for GPUs alone. In training it computes what one process would for the whole batch, and its
+    gradient, up to rounding.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        shape = (1, -1, *(1,) * (x.dim() - 2))
+        if not self.training:
+            mean, var = self.running_mean, self.running_var
+        else:
+            mean = _mean(x, shape)
+            var = _mean((x - mean.view(shape)).square(), shape)
+            count = _processes() * x.numel() // x.shape[1]
+            with torch.no_grad():
+                assert self.num_batches_tracked is not None
+                self.num_batches_tracked.add_(1)
+                momentum = 0.0 if self.momentum is None else self.momentum
+                self.running_mean.lerp_(mean, momentum)
+                self.running_var.lerp_(var * (count / max(1, count - 1)), momentum)
+        a = self.weight * torch.rsqrt(var + self.eps)
+        b = self.bias - mean * a
+        return (x * a.view(shape) + b.view(shape)).to(x.dtype)
+
+
+def _mean(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Over all but the channels, and over the processes, which have equally many images."""
+    from torch.distributed.nn.functional import all_reduce
+
+    dtype = torch.promote_types(x.dtype, torch.float32)  # half precision cannot add up so many
+    own = x.mean([d for d, size in enumerate(shape) if size == 1], dtype=dtype)
+    return all_reduce(own) / _processes()
+
+
+def _processes() -> int:
+    return torch.distributed.get_world_size()
+
+
+def sync_batch_norm(model: nn.Module) -> None:
+    """Makes every batch norm of a model one over all processes. Parameters and buffers keep their names."""
+    for layer in model.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.__class__ = _SyncedBatchNorm

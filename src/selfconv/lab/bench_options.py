@@ -1,0 +1,42 @@
+"""What ``selfconv bench`` may be asked for, apart from it, so that ``--help`` need not load torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+PAIRS = {  # model: its convolutional counterpart
+    "resnet29": "resnet29",
+    "resnet29_se": "resnet29",
+    "resnet29_sasa": "resnet29",
+    "resnet29_simple_asc": "resnet29",
+    "resnet29_asc": "resnet29",
+    "resnet29_asc_se": "resnet29",
+    "p4resnet29": "p4resnet29",
+    "p4resnet29_se": "p4resnet29",
+    "p4resnet29_asc": "p4resnet29",
+}
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What to measure, and for how long."""
+
+    sections: tuple[Literal["ops", "growth", "models"], ...] = ("ops", "growth", "models")
+    device: str = "cpu"
+    """cpu, or cuda, where the Triton kernels run."""
+    threads: int | None = None
+    """CPU threads; by default torch's own number."""
+    batch: tuple[int, ...] = (1, 64)
+    """Batch sizes for the operation."""
+    model_batch: int = 128
+    """Batch size for the networks."""
+    models: tuple[str, ...] = tuple(PAIRS)
+    """Which networks; each beside its convolutional counterpart."""
+    seconds: float = 3.0
+    """For each comparison of the operation; networks get ten times as long."""
+    quick: bool = False
+    """The stage shapes and two networks only, a second each: to see that it works."""
+    out: Path | None = field(default=None)
+    """A folder for bench.json, performance.md and the plots."""

@@ -1,0 +1,159 @@
+"""The benchmark measures what it says, refuses wrong kernels, and writes one page from one set of figures."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from selfconv.lab import bench
+from selfconv.lab.bench import BenchOptions, ModelRow, Results, Row, _measure, _ops, read_results, run_bench
+from selfconv.lab.bench._report import markdown, op_table, write_results
+
+CPU = torch.device("cpu")
+
+
+def row(contender: str, milliseconds: float | None, direction: str = "forward", note: str = "") -> Row:
+    megabytes = None if milliseconds is None else 2.0
+    return Row("op", contender, 64, 16, 32, 5, direction, milliseconds, megabytes, megabytes, None, note)
+
+
+RESULTS = Results(
+    {"processor": "a CPU", "cores": 2, "threads": 2, "torch": "2", "selfconv": "0"},
+    50.0,
+    [
+        row(name, ms, direction, note)
+        for direction in ("forward", "forward+backward")
+        for name, ms, note in (
+            ("ASC", 3.0, ""),
+            ("ASC, unfold", None, "not run"),
+            ("3x3 convolution", 2.0, ""),
+        )
+    ],
+    [ModelRow("resnet29_asc", "resnet29", 128, "training step", "channels_last", 300.0, 426.7, 900.0, 1.5)],
+)
+
+
+def test_times_are_the_least_and_contenders_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    turns: list[str] = []
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+
+    def work(name: str, seconds: list[float]) -> _measure.Work:
+        def run() -> object:
+            clock[0] += seconds[turns.count(name)]
+            turns.append(name)
+            return None
+
+        return run
+
+    contenders = {"a": work("a", [1, 9, 8, 2, 7, 9]), "b": work("b", [1, 4, 4, 4, 3, 4])}
+    assert _measure.interleaved(contenders, 0.0, CPU) == {"a": 2, "b": 3}
+    assert turns == ["a", "b"] * 6  # one of each to warm up, then five rounds
+
+
+def test_peak_memory_counts_what_is_held_at_once() -> None:
+    megabyte = 2**18  # float32 numbers
+
+    def work() -> object:
+        x = torch.ones(3 * megabyte)
+        y = x + 1
+        del x
+        return torch.ones(megabyte) + y[:megabyte]
+
+    assert _measure.peak_memory(work, CPU) == pytest.approx(6 * 2**20, rel=0.01)
+
+
+def test_flops_of_a_layer_are_the_operations() -> None:
+    layer = _ops.attention("p4 asc", None, 2, 16, 8, 5, CPU)
+    assert layer.x.shape == (2, 24, 4, 8, 8)
+    assert layer.flops == 2 * (2 * 4 * 64) * 25 * 8 * 2 * (4 + 1)
+    assert _ops.convolution("p4", 2, 16, 8, CPU).flops == 2 * 2 * 64 * 32 * 32 * 9
+
+
+def test_kernels_are_checked_first() -> None:
+    for kind in ("asc", "sasa", "p4 asc"):
+        assert _ops.check(kind, CPU) < _ops.TOLERANCE
+
+
+def test_a_kernel_that_disagrees_gets_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = _ops.affine_self_conv_packed
+
+    def wrong(*args: object, backend: str | None = None, **options: object) -> Tensor:
+        out = original(*args, backend=backend, **options)  # type: ignore[arg-type]
+        return out if backend else out * 1.01
+
+    monkeypatch.setattr(_ops, "affine_self_conv_packed", wrong)
+    monkeypatch.setattr(_ops, "compiled", lambda layer: layer)
+    rows = {r.contender: r for r in _ops.measure_ops((1,), ((16, 4),), 0.0, CPU) if r.direction == "forward"}
+    assert rows["ASC"].milliseconds is None
+    assert rows["ASC"].note.startswith("disagrees with the reference by ")
+    assert rows["3x3 convolution"].milliseconds is not None
+
+
+def test_unfolding_that_would_not_fit_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_ops, "UNFOLD_LIMIT", 1.0)
+    monkeypatch.setattr(_ops, "compiled", lambda layer: layer)
+    rows = list(_ops.measure_ops((1,), ((16, 4),), 0.0, CPU))
+    assert [r.note for r in rows if r.contender == "ASC, unfold"] == ["not run: would take about 0 GB"] * 2
+    assert all(r.milliseconds is not None for r in rows if "unfold" not in r.contender)
+
+
+def test_a_run_from_options_to_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_ops, "compiled", lambda layer: layer)
+    monkeypatch.setattr(bench, "STAGES", ((16, 8), (32, 4)))
+    options = BenchOptions(
+        ("ops", "models"), batch=(1,), model_batch=2, seconds=0.01, quick=True, out=tmp_path / "b"
+    )
+    threads = torch.get_num_threads()
+    results = run_bench(options)
+    assert torch.get_num_threads() == threads
+    assert len(results.ops) == 2 * 2 * 8
+    assert {r.model for r in results.models} == {"resnet29", "resnet29_asc"}
+    assert all(r.ratio == 1 for r in results.models if r.model == "resnet29")
+    assert read_results(tmp_path / "b" / "bench.json") == results
+    page = (tmp_path / "b" / "performance.md").read_text()
+    assert page == markdown(results, ["operation.svg", "networks.svg"])
+    for name in ("operation", "networks"):
+        assert (tmp_path / "b" / "figures" / f"{name}.svg").stat().st_size > 1000
+        assert (tmp_path / "b" / "figures" / f"{name}.png").stat().st_size > 1000
+
+
+def test_tables_show_ratios_to_the_convolution() -> None:
+    header, lines = op_table(RESULTS, 64, "forward")
+    assert header == ["", "16 on 32²"]
+    assert lines == [["ASC", "3.00 (1.5x)"], ["ASC, unfold", "-"], ["3x3 convolution", "2.00 (1.0x)"]]
+    page = markdown(RESULTS, [])
+    assert "| resnet29_asc | 300 | 427 | 900 | channels_last | 1.50x (resnet29) |" in page
+    assert "- ASC, unfold, 16 channels on 32², batch 64, forward: not run" in page
+    assert "verified in Triton's interpreter" in page
+
+
+def test_the_same_figures_give_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write_results(RESULTS, tmp_path / name)
+    files = sorted(p.relative_to(tmp_path / "a") for p in (tmp_path / "a").rglob("*") if p.is_file())
+    assert len(files) == 6
+    for file in files:
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+    assert json.loads((tmp_path / "a" / "bench.json").read_text())["matmul_gflops"] == 50.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (BenchOptions(seconds=0), "expected positive sizes and times; got seconds=0"),
+        (BenchOptions(batch=(0,)), r"batch=\(0,\)"),
+        (BenchOptions(threads=0), "threads: expected an integer ≥ 1; got 0"),
+        (BenchOptions(models=("resnet30",)), "models: expected some of resnet29, .*; got resnet30"),
+        (BenchOptions(device="cuda:99"), "device 'cuda:99' cannot be used here: "),
+    ],
+)
+def test_bad_options_are_restated(options: BenchOptions, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_bench(options)

@@ -26,16 +26,20 @@ def test_the_graph_has_no_breaks(name: str, overrides: dict[str, object]) -> Non
         assert relative_error(compiled(images), model(images)) < 1e-5
 
 
-def test_training_through_the_graph() -> None:
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_training_through_the_graph(checkpointing: bool) -> None:
     torch._dynamo.reset()
     model = awake(create_model("p4resnet29_asc", **TINY).double()).train()
     other = copy.deepcopy(model)
+    other.set_grad_checkpointing(checkpointing)
     compiled = torch.compile(other, fullgraph=True, backend="aot_eager")
     images = torch.randn(2, 3, 8, 8, dtype=torch.float64)
     (model(images) ** 2).sum().backward()
     (compiled(images) ** 2).sum().backward()
     for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
         assert torch.allclose(ours.grad, theirs.grad, rtol=1e-6, atol=1e-9)  # type: ignore[arg-type]
+    for key, value in model.state_dict().items():  # the running statistics moved, and moved once
+        assert torch.allclose(other.state_dict()[key], value), key
 
 
 def test_compiled_to_machine_code() -> None:

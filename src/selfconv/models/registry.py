@@ -20,9 +20,8 @@ from selfconv.models.resnet import ResNet
 if TYPE_CHECKING:
     from rich.table import Table
 
-WEIGHTS = (
-    Path(__file__).parent / "weights"
-)  # a folder for each model that has some, as save_pretrained writes it
+# a folder for each model that has weights, as save_pretrained writes it
+WEIGHTS = Path(__file__).parent / "weights"
 
 DEPTHS = (29, 83)
 _VARIANTS: dict[str, dict[str, Any]] = {  # what each differs in from the first

@@ -184,8 +184,11 @@ class ResNet(
         x = F.relu(self.stem(x))
         if not (self.grad_checkpointing and torch.is_grad_enabled()):
             return self.stages(x)
-        for block in (block for stage in self.stages.children() for block in stage.children()):
-            x = checkpoint(block, x, use_reentrant=False, context_fn=partial(_recompute_contexts, block))
+        for block in [block for stage in self.stages.children() for block in stage.children()]:
+            if torch.compiler.is_compiling():  # a compiler recomputes values alone, and moves no statistics
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = checkpoint(block, x, use_reentrant=False, context_fn=partial(_recompute_contexts, block))
         return x
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:

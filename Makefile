@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-EXTRAS := dev,onnx,plot,timm,train,triton
+EXTRAS := app,cluster,dev,docs,onnx,plot,timm,train,triton
 
 .PHONY: install demo test test-long lint typecheck format clean
 

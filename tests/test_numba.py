@@ -177,7 +177,7 @@ def test_concurrent_callers() -> None:
 def operands(group: str = "z2") -> tuple[list[Tensor], Tensor, Tensor]:
     order = {"z2": 1, "p4": 4}[group]
     features = [torch.randn(2, 4, order, 5, 6).requires_grad_() for _ in range(3)]
-    tables = [torch.randn(2, order, 3, 2, 3, order + 1).requires_grad_() for _ in range(2)]
+    tables = [torch.randn(2, order, 2, 3, 3, order + 1).requires_grad_() for _ in range(2)]
     return features, tables[0], tables[1]
 
 
@@ -273,7 +273,9 @@ def _train(rank: int, port: int, results: multiprocessing.SimpleQueue) -> None:
     model(x[rank : rank + 1]).square().mean().backward()
     psi = model.module.psi_v.grad
     results.put((rank, psi.double().sum().item()))
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+    os._exit(0)  # gloo's threads may still be ending, and the interpreter aborts when it is first
 
 
 def test_distributed_data_parallel(free_port: int) -> None:

@@ -1,25 +1,29 @@
 """The CPU kernels: fused forward and backward passes for any numbers of planes, heads and channels.
 
 A task is one head of one image. It copies that head's keys and values into zero-padded tiles, in a memory
-order of its own: so borders need no branches, and any strides of the caller's tensors do. Lanes run along
-the rows of the map. For each output plane P the window is walked offset by offset:
+order of its own: so borders need no branches, and any strides of the caller's tensors do. A vector covers
+a few columns of a few rows of the map. For each output plane P the window is walked offset by offset:
 
     score[t]  = Σ_c query_c · A^K_c[t],     A^K_c[t] = Σ_R key_{c,R}(x + t) ψ_{c,R}[t] + β_c[t]
     α[t]      = 2^(score[t] · scale·log2(e) − lse)
     out_c     = Σ_t α[t] · A^V_c[t]
 
-and backwards, with g the gradient of out (README.md beside this file derives it):
+and backwards, with g the gradient of out (README.md beside this file derives it), first from where x is:
 
     dα[t] = Σ_c g_c · A^V_c[t]              ds[t] = scale · α[t] (dα[t] − Σ_t α[t] dα[t])
     dquery_c = Σ_t ds[t] · A^K_c[t]
-    e[t] = ds[t] · query_c:
-        dβ^K_c[t] = Σ_x e[t]                dψ^K_{c,R}[t] = Σ_x e[t] · key_{c,R}(x + t)
-        dkey_{c,R}(y) = Σ_t ψ^K_{c,R}[t] · e[t](y − t)
-    e[t] = α[t] · g_c:                      the same for value, ψ^V and β^V
 
-Filters arrive as tables ``[heads, P, k, C/heads, k, R + 1]``: for each row offset, channel and column offset
-first ψ for every R, then β. Nothing of size k²·C·h·w exists: α, ds and e are for one head, one plane and a
-band of rows.
+    dβ^K_c[t] = Σ_x ds[t] · query_c         dβ^V_c[t] = Σ_x α[t] · g_c
+
+then from where the neighbour y = x + t is, with e[t](y) = ds[t](y − t) · query_c(y − t):
+
+    dkey_{c,R}(y) = Σ_t e[t](y) · ψ^K_{c,R}[t]
+    dψ^K_{c,R}[t] = Σ_y e[t](y) · key_{c,R}(y)
+
+and with e[t](y) = α[t](y − t) · g_c(y − t) the same for value and ψ^V.
+
+Filters arrive as tables ``[heads, P, C/heads, k, k, R + 1]``: for each channel and offset first ψ for every
+R, then β. Nothing of size k²·C·h·w exists: α and ds are for one head, one plane and a band of rows.
 
 Compiled for a dtype and R = ``len(planes)``, so that loops over R unroll. All else, the window's size and all
 strides included, is read at run time: one compilation serves all shapes.
@@ -34,7 +38,6 @@ from numba import cfunc, njit, types
 
 from selfconv.ops._simd import (
     PARTS,
-    accumulate,
     accumulate_product,
     advance,
     broadcast,
@@ -42,6 +45,7 @@ from selfconv.ops._simd import (
     fetch_add,
     fma,
     gather,
+    lane_sum,
     lanes_of,
     load,
     log2,
@@ -50,26 +54,31 @@ from selfconv.ops._simd import (
     scatter,
     splat,
     store,
+    transpose_in,
+    transpose_out,
 )  # fmt: skip
 
 LOG2_E = 1.4426950408889634
-HEADER = 19  # integers before the maps in the argument block
+HEADER = 20  # integers before the maps in the argument block
 
 Map = namedtuple("Map", "data n c p i j")  # features [N, C, P, h, w] of the caller: pointer and strides
 Sizes = namedtuple("Sizes", "heads planes height width c_k c_v")
-# How a plane lies in a tile: `border` zero columns left and right, `margin` zero rows above and below, and in
-# between `rows` of `parts` vector parts: those of the map, then zero rows until whole vectors cover them.
-# `band` is how many rows α, ds and e hold at a time, and `e_plane` one offset's part of e, which has margins.
-Tile = namedtuple("Tile", "border margin rows parts stride plane band e_plane")
+# How a plane lies in a tile: `border` zero rows above; `rows` of `parts` vector parts, those of the map and
+# then zeros until whole vectors cover them; zero rows below. Left of every row are `pad` zeros, whole parts
+# so that rows begin aligned, and they serve the row before as its right border too. α and ds hold `band`
+# rows at a time, in planes with twice the border above: who asks from two borders away finds zeros.
+Tile = namedtuple("Tile", "border pad taps rows parts stride plane band band_plane")
 
 _options = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 
 
 def make_tile(border, rows, parts, lanes, band):
-    margin = 2 * border
-    stride = parts * lanes + 2 * border
-    plane = (rows + 2 * margin) * stride
-    return Tile(border, margin, rows, parts, stride, plane, band, (band + 2 * (margin + PARTS)) * stride)
+    pad = (border + lanes - 1) // lanes * lanes
+    stride = parts * lanes + pad
+    skew = 2 * lanes  # a plane of a power of two would share few of a cache's lines with the others
+    plane = (rows + 2 * border + PARTS) * stride + skew
+    band_plane = (band + 4 * border + PARTS) * stride + skew
+    return Tile(border, pad, (2 * border + 1) ** 2, rows, parts, stride, plane, band, band_plane)
 
 
 _make_tile = njit(**_options)(make_tile)
@@ -92,113 +101,134 @@ def clear(p, n):
 
 
 @njit(**_options)
-def copy_in(source, n, c0, channels, p0, planes, sizes, tile, target):
-    """A head's channels of an image into a tile [channels, planes, rows, stride]."""
+def copy(inward, features, n, c0, channels, p0, planes, sizes, tile, tiles):
+    """A head's channels of an image into tiles [channels, planes, rows, stride], or back.
+
+    A vector part of positions at a time, of as many channels at once as lie side by side.
+    """
+    if features.c != 1 or sizes.width < lanes_of(tiles):
+        copy_rows(inward, features, n, c0, channels, p0, planes, sizes, tile, tiles)
+    elif channels % 4 == 0:
+        copy_blocks((0, 0, 0, 0), inward, features, n, c0, channels, p0, planes, sizes, tile, tiles)
+    elif channels % 2 == 0:
+        copy_blocks((0, 0), inward, features, n, c0, channels, p0, planes, sizes, tile, tiles)
+    else:
+        copy_blocks((0,), inward, features, n, c0, channels, p0, planes, sizes, tile, tiles)
+
+
+@njit(**_options)
+def copy_blocks(block, inward, features, n, c0, channels, p0, planes, sizes, tile, tiles):
+    lanes = lanes_of(tiles)
+    for c in range(0, channels, len(block)):
+        for p in range(planes):
+            for i in range(sizes.height):
+                there = n * features.n + c0 + c + (p0 + p) * features.p + i * features.i
+                here = (c * planes + p) * tile.plane + (i + tile.border) * tile.stride + tile.pad
+                for part in range(0, sizes.width, lanes):
+                    j = min(part, sizes.width - lanes)
+                    outside, inside = advance(features.data, there + j * features.j), advance(tiles, here + j)
+                    if inward:
+                        transpose_in(outside, features.j, inside, planes * tile.plane, block)
+                    else:
+                        transpose_out(inside, planes * tile.plane, outside, features.j, block)
+
+
+@njit(**_options)
+def copy_rows(inward, features, n, c0, channels, p0, planes, sizes, tile, tiles):
     for c in range(channels):
         for p in range(planes):
             for i in range(sizes.height):
-                to = (c * planes + p) * tile.plane + (i + tile.margin) * tile.stride + tile.border
-                at = n * source.n + (c0 + c) * source.c + (p0 + p) * source.p + i * source.i
-                if source.j == 1:
+                at = n * features.n + (c0 + c) * features.c + (p0 + p) * features.p + i * features.i
+                outside = advance(features.data, at)
+                at = (c * planes + p) * tile.plane + (i + tile.border) * tile.stride + tile.pad
+                inside = advance(tiles, at)
+                if inward:
                     for j in range(sizes.width):
-                        target[to + j] = source.data[at + j]
+                        inside[j] = outside[j * features.j]
                 else:
                     for j in range(sizes.width):
-                        target[to + j] = source.data[at + j * source.j]
+                        outside[j * features.j] = inside[j]
 
 
 @njit(**_options)
-def copy_out(source, n, c0, channels, p0, planes, sizes, tile, target):
-    """A tile back into the caller's memory."""
-    for c in range(channels):
-        for p in range(planes):
-            for i in range(sizes.height):
-                at = (c * planes + p) * tile.plane + (i + tile.margin) * tile.stride + tile.border
-                to = n * target.n + (c0 + c) * target.c + (p0 + p) * target.p + i * target.i
-                if target.j == 1:
-                    for j in range(sizes.width):
-                        target.data[to + j] = source[at + j]
-                else:
-                    for j in range(sizes.width):
-                        target.data[to + j * target.j] = source[at + j]
+def corner_of(tile, lanes, i, part):
+    """Where the window begins, in a plane of a tile, for the vector whose first row and part these are."""
+    return i * tile.stride + tile.pad - tile.border + part * lanes
 
 
-@njit(**_options)
-def offset_of(tile, lanes, index):
-    """Where in a plane of a tile the vector part of that index begins."""
-    row, part = divmod(index, tile.parts)
-    return (row + tile.margin) * tile.stride + tile.border + part * lanes
-
-
-@njit(**_options)
-def offsets_of(tile, lanes, index):
-    """Where a vector's parts begin."""
-    return (
-        offset_of(tile, lanes, index),
-        offset_of(tile, lanes, index + 1),
-        offset_of(tile, lanes, index + 2),
-        offset_of(tile, lanes, index + 3),
-    )
-
-
-@njit(**_options)
-def products(planes, k, a, b, table, channels, tile, step, at, out):
-    """out[t] = Σ_c a_c(x) · A_c[t]; the sums are kept in memory, so that the loop over columns is plain."""
+@njit(forceinline=True, **_options)
+def affine_map(planes, f, at, tile, table, entry):
+    """A_c[t] = Σ_R f_{c,R}(x + t) ψ_{c,R}[t] + β_c[t], for the positions at offset ``at`` = x + t of f_c."""
     R = len(planes)
-    entry = 0
-    for row in range(k):
-        for c in range(channels):
-            centre = gather(a, at, c * tile.plane)
-            first = c * R * tile.plane + (row - tile.border) * tile.stride - tile.border
-            for column in range(k):
-                affine = broadcast(table, entry + R)
+    affine = broadcast(table, entry + R)
+    for r in range(R):
+        affine = fma(gather(f, at + r * tile.plane, tile.stride), broadcast(table, entry + r), affine)
+    return affine
+
+
+@njit(**_options)
+def products(planes, window, a, x, f, corner, tile, table, channels, out, affines):
+    """out[t] = Σ_c a_c(x) · A_c[t], where A maps f; A itself goes to ``affines``, if that is not None."""
+    R = len(planes)
+    step = PARTS * lanes_of(f)
+    for c in range(channels):
+        centre = gather(a, x + c * tile.plane, tile.stride)
+        at = corner + c * R * tile.plane
+        for t in range(tile.taps):
+            entry = c * tile.taps + t
+            affine = affine_map(planes, f, at + window[t], tile, table, entry * (R + 1))
+            if affines is not None:
+                store(affines, entry * step, affine)
+            if c == 0:
+                store(out, t * step, centre * affine)
+            else:
+                store(out, t * step, fma(centre, affine, load(out, t * step)))
+
+
+@njit(**_options)
+def pull_back(planes, window, weights, a, f, table, channels, start, stop, tile, gradient, es, sums):
+    """What one side, K or V, gets of the gradient from a band of rows: its features f and ψ.
+
+    Args:
+        weights: ds or α, for the rows from start to stop.
+        a: query or g.
+        es: room for e[t] of one vector of positions.
+        sums: of the table's gradient, in vector parts.
+    """
+    R = len(planes)
+    lanes = lanes_of(f)
+    step = PARTS * lanes
+    centre = tile.border * (tile.stride + 1)
+    for i in range(max(start - tile.border, 0), min(stop + tile.border, tile.rows), PARTS):
+        for part in range(tile.parts):
+            corner = corner_of(tile, lanes, i, part)
+            band = corner + (3 * tile.border - start) * tile.stride + 2 * tile.border
+            for c in range(channels):
                 for r in range(R):
-                    neighbour = gather(b, at, first + r * tile.plane + column)
-                    affine = fma(neighbour, broadcast(table, entry + r), affine)
-                t = (row * k + column) * step
-                if c == 0:
-                    store(out, t, centre * affine)
-                else:
-                    store(out, t, fma(centre, affine, load(out, t)))
-                entry += R + 1
+                    y = corner + centre + (c * R + r) * tile.plane
+                    feature = gather(f, y, tile.stride)
+                    total = gather(gradient, y, tile.stride)
+                    for t in range(tile.taps):
+                        entry = (c * tile.taps + t) * (R + 1) + r
+                        if r == 0:
+                            weight = gather(weights, band - window[t] + t * tile.band_plane, tile.stride)
+                            e = weight * gather(
+                                a, corner + 2 * centre - window[t] + c * tile.plane, tile.stride
+                            )
+                            if R > 1:
+                                store(es, t * step, e)
+                        else:
+                            e = load(es, t * step)
+                        total = fma(e, broadcast(table, entry), total)
+                        accumulate_product(sums, entry * lanes, e, feature)
+                    scatter(gradient, y, tile.stride, total)
 
 
 @njit(**_options)
-def spread(planes, k, e, table, skip, start, stop, tile, lanes, gradient):
-    """gradient_R(y) += Σ_t ψ_R[t] · e[t](y − t): every y that the rows from start to stop can see."""
-    R = len(planes)
-    first = max(start - tile.border, 0)
-    while first * tile.parts % PARTS:
-        first -= 1
-    last = min(stop + tile.border, tile.rows)
-    while last * tile.parts % PARTS:
-        last += 1
-    for index in range(first * tile.parts, last * tile.parts, PARTS):
-        at = offsets_of(tile, lanes, index)
-        for r in range(R):
-            total = gather(gradient, at, r * tile.plane)
-            entry = r
-            for row in range(k):
-                back = (
-                    row * k * tile.e_plane + (PARTS - start - row + tile.border) * tile.stride + tile.border
-                )
-                for column in range(k):
-                    moved = gather(e, at, back + column * (tile.e_plane - 1))
-                    total = fma(moved, broadcast(table, entry), total)
-                    entry += R + 1
-                entry += skip
-            scatter(gradient, at, r * tile.plane, total)
-
-
-@njit(**_options)
-def write_sums(sums, lanes, k, R, channels, gradient):
-    """Adds the lanes of each filter's sums to its gradient, one channel of [k, C/heads, k, R + 1]."""
-    for row in range(k):
-        for entry in range(k * (R + 1)):
-            total = sums[(row * k * (R + 1) + entry) * lanes]
-            for lane in range(1, lanes):
-                total += sums[(row * k * (R + 1) + entry) * lanes + lane]
-            gradient[row * channels * k * (R + 1) + entry] += total
+def write_sums(sums, entries, gradient):
+    """Adds up the lanes of each sum."""
+    for entry in range(entries):
+        gradient[entry] = lane_sum(sums, entry * lanes_of(sums))
 
 
 _signature = types.void(types.CPointer(types.int64))
@@ -216,16 +246,18 @@ def forward_worker(name, order):
     def worker(args):
         R = len(planes)
         k = args[18]
-        lanes = lanes_of(dtype)
+        scratch = pointer(args[11], dtype)
+        lanes = lanes_of(scratch)
         step = PARTS * lanes
         sizes, tile = read_sizes(args), _make_tile(k // 2, args[15], args[16], lanes, args[17])
         c_k, c_v = sizes.c_k, sizes.c_v
+        window = pointer(args[19], np.int64)
         scale = splat(dtype(pointer(args[10], np.float64)[0] * LOG2_E))
         query, key = read_map(args, HEADER, dtype), read_map(args, HEADER + 6, dtype)
         value, out = read_map(args, HEADER + 12, dtype), read_map(args, HEADER + 18, dtype)
         lse = read_map(args, HEADER + 24, dtype)
 
-        q = advance(pointer(args[11], dtype), fetch_add(args, 0, 1) * args[12])
+        q = advance(scratch, fetch_add(args, 0, 1) * args[12])
         clear(q, args[12])
         keys = advance(q, c_k * tile.plane)
         values = advance(keys, c_k * R * tile.plane)
@@ -239,44 +271,38 @@ def forward_worker(name, order):
                 break
             for head_of_image in range(task, min(task + args[3], args[2])):
                 n, head = divmod(head_of_image, sizes.heads)
-                copy_in(key, n, head * c_k, c_k, 0, R, sizes, tile, keys)
-                copy_in(value, n, head * c_v, c_v, 0, R, sizes, tile, values)
+                copy(True, key, n, head * c_k, c_k, 0, R, sizes, tile, keys)
+                copy(True, value, n, head * c_v, c_v, 0, R, sizes, tile, values)
                 for p in range(sizes.planes):
-                    copy_in(query, n, head * c_k, c_k, p, 1, sizes, tile, q)
-                    window = (head * sizes.planes + p) * k * k * (R + 1)
-                    table_k = advance(pointer(args[13], dtype), window * c_k)
-                    table_v = advance(pointer(args[14], dtype), window * c_v)
-                    for index in range(0, tile.rows * tile.parts, PARTS):
-                        at = offsets_of(tile, lanes, index)
-                        products(planes, k, q, keys, table_k, c_k, tile, step, at, alpha)
-                        largest = load(alpha, 0)
-                        for t in range(step, k * k * step, step):
-                            largest = maximum(largest, load(alpha, t))
-                        total = splat(dtype(0))
-                        for t in range(0, k * k * step, step):
-                            weight = exp2((load(alpha, t) - largest) * scale)
-                            total = total + weight
-                            store(alpha, t, weight)
-                        inverse = splat(dtype(1)) / total
-                        for c in range(c_v):
-                            aggregated = splat(dtype(0))
-                            entry = c * k * (R + 1)
-                            for row in range(k):
-                                first = c * R * tile.plane + (row - tile.border) * tile.stride - tile.border
-                                for column in range(k):
-                                    affine = broadcast(table_v, entry + R)
-                                    for r in range(R):
-                                        neighbour = gather(values, at, first + r * tile.plane + column)
-                                        affine = fma(neighbour, broadcast(table_v, entry + r), affine)
-                                    aggregated = fma(
-                                        load(alpha, (row * k + column) * step), affine, aggregated
-                                    )
-                                    entry += R + 1
-                                entry += (c_v - 1) * k * (R + 1)
-                            scatter(o, at, c * tile.plane, aggregated * inverse)
-                        scatter(logs, at, 0, fma(largest, scale, log2(total)))
-                    copy_out(o, n, head * c_v, c_v, p, 1, sizes, tile, out)
-                    copy_out(logs, n, head, 1, p, 1, sizes, tile, lse)
+                    copy(True, query, n, head * c_k, c_k, p, 1, sizes, tile, q)
+                    filters = (head * sizes.planes + p) * k * k * (R + 1)
+                    table_k = advance(pointer(args[13], dtype), filters * c_k)
+                    table_v = advance(pointer(args[14], dtype), filters * c_v)
+                    for i in range(0, tile.rows, PARTS):
+                        for part in range(tile.parts):
+                            corner = corner_of(tile, lanes, i, part)
+                            x = corner + tile.border * (tile.stride + 1)
+                            products(planes, window, q, x, keys, corner, tile, table_k, c_k, alpha, None)
+                            largest = load(alpha, 0)
+                            for t in range(1, tile.taps):
+                                largest = maximum(largest, load(alpha, t * step))
+                            total = splat(dtype(0))
+                            for t in range(tile.taps):
+                                weight = exp2((load(alpha, t * step) - largest) * scale)
+                                total = total + weight
+                                store(alpha, t * step, weight)
+                            inverse = splat(dtype(1)) / total
+                            for c in range(c_v):
+                                aggregated = splat(dtype(0))
+                                for t in range(tile.taps):
+                                    at = corner + window[t] + c * R * tile.plane
+                                    entry = (c * tile.taps + t) * (R + 1)
+                                    affine = affine_map(planes, values, at, tile, table_v, entry)
+                                    aggregated = fma(load(alpha, t * step), affine, aggregated)
+                                scatter(o, x + c * tile.plane, tile.stride, aggregated * inverse)
+                            scatter(logs, x, tile.stride, fma(largest, scale, log2(total)))
+                    copy(False, out, n, head * c_v, c_v, p, 1, sizes, tile, o)
+                    copy(False, lse, n, head, 1, p, 1, sizes, tile, logs)
 
     return worker
 
@@ -290,10 +316,12 @@ def backward_worker(name, order):
     def worker(args):
         R = len(planes)
         k = args[18]
-        lanes = lanes_of(dtype)
+        scratch = pointer(args[11], dtype)
+        lanes = lanes_of(scratch)
         step = PARTS * lanes
         sizes, tile = read_sizes(args), _make_tile(k // 2, args[15], args[16], lanes, args[17])
         c_k, c_v = sizes.c_k, sizes.c_v
+        window = pointer(args[19], np.int64)
         scale = dtype(pointer(args[10], np.float64)[0])
         exponent = splat(dtype(pointer(args[10], np.float64)[0] * LOG2_E))
         query, key = read_map(args, HEADER, dtype), read_map(args, HEADER + 6, dtype)
@@ -302,7 +330,7 @@ def backward_worker(name, order):
         d_key, d_value = read_map(args, HEADER + 36, dtype), read_map(args, HEADER + 42, dtype)
         shared = args[HEADER + 42] == args[HEADER + 36]  # key and value are one tensor: so is their gradient
 
-        q = advance(pointer(args[11], dtype), fetch_add(args, 0, 1) * args[12])
+        q = advance(scratch, fetch_add(args, 0, 1) * args[12])
         clear(q, args[12])
         dq = advance(q, c_k * tile.plane)
         g = advance(dq, c_k * tile.plane)
@@ -311,13 +339,13 @@ def backward_worker(name, order):
         d_keys = advance(keys, c_k * R * tile.plane)
         values = advance(d_keys, c_k * R * tile.plane)
         d_values = d_keys if shared else advance(values, c_v * R * tile.plane)
-        alpha = advance(values, 2 * c_v * R * tile.plane)  # for a band of rows, as are ds and e
-        band_plane = tile.band * tile.stride
-        ds = advance(alpha, k * k * band_plane)
-        e = advance(ds, k * k * band_plane)
-        block = advance(e, k * k * tile.e_plane)  # scores, then α, for one vector of positions
+        alpha = advance(values, 2 * c_v * R * tile.plane)  # for a band of rows, as is ds
+        ds = advance(alpha, k * k * tile.band_plane)
+        block = advance(ds, k * k * tile.band_plane)  # scores, then α, for one vector of positions
         d_block = advance(block, k * k * step)
-        sums = advance(d_block, k * k * step)
+        affines = advance(d_block, k * k * step)
+        sums_k = advance(affines, c_k * k * k * step)
+        sums_v = advance(sums_k, k * k * c_k * (R + 1) * lanes)
 
         while True:
             task = fetch_add(args, 1, args[3])
@@ -325,104 +353,84 @@ def backward_worker(name, order):
                 break
             for head_of_image in range(task, min(task + args[3], args[2])):
                 n, head = divmod(head_of_image, sizes.heads)
-                copy_in(key, n, head * c_k, c_k, 0, R, sizes, tile, keys)
-                copy_in(value, n, head * c_v, c_v, 0, R, sizes, tile, values)
+                copy(True, key, n, head * c_k, c_k, 0, R, sizes, tile, keys)
+                copy(True, value, n, head * c_v, c_v, 0, R, sizes, tile, values)
                 clear(d_keys, c_k * R * tile.plane)
                 clear(d_values, c_v * R * tile.plane)
                 for p in range(sizes.planes):
-                    copy_in(query, n, head * c_k, c_k, p, 1, sizes, tile, q)
-                    copy_in(grad, n, head * c_v, c_v, p, 1, sizes, tile, g)
-                    copy_in(lse, n, head, 1, p, 1, sizes, tile, logs)
-                    window = (head * sizes.planes + p) * k * k * (R + 1)
-                    table_k = advance(pointer(args[13], dtype), window * c_k)
-                    table_v = advance(pointer(args[14], dtype), window * c_v)
-                    windows = n * sizes.heads * sizes.planes * k * k * (R + 1) + window
-                    d_table_k = advance(pointer(args[HEADER + 48], dtype), windows * c_k)
-                    d_table_v = advance(pointer(args[HEADER + 49], dtype), windows * c_v)
+                    copy(True, query, n, head * c_k, c_k, p, 1, sizes, tile, q)
+                    copy(True, grad, n, head * c_v, c_v, p, 1, sizes, tile, g)
+                    copy(True, lse, n, head, 1, p, 1, sizes, tile, logs)
+                    clear(sums_k, k * k * (c_k + c_v) * (R + 1) * lanes)
+                    filters = (head * sizes.planes + p) * k * k * (R + 1)
+                    table_k = advance(pointer(args[13], dtype), filters * c_k)
+                    table_v = advance(pointer(args[14], dtype), filters * c_v)
                     for start in range(0, tile.rows, tile.band):
                         stop = min(start + tile.band, tile.rows)
-                        here = -(start + tile.margin) * tile.stride  # from a tile's offsets to a band's
                         if stop - start < tile.band:
-                            clear(e, k * k * tile.e_plane)
-                        for index in range(start * tile.parts, stop * tile.parts, PARTS):
-                            at = offsets_of(tile, lanes, index)
-                            products(planes, k, q, keys, table_k, c_k, tile, step, at, block)
-                            products(planes, k, g, values, table_v, c_v, tile, step, at, d_block)
-                            log = gather(logs, at, 0)
-                            mean = splat(dtype(0))  # Σ_t α[t] dα[t]
-                            weights = splat(dtype(0))  # Σ_t α[t]: one, but for the rounding of lse
-                            for t in range(0, k * k * step, step):
-                                weight = exp2(load(block, t) * exponent - log)
-                                mean = fma(weight, load(d_block, t), mean)
-                                weights = weights + weight
-                                store(block, t, weight)
-                            mean = mean / weights
-                            for t in range(k * k):
-                                weight = load(block, t * step)
-                                scatter(alpha, at, here + t * band_plane, weight)
-                                d_score = weight * (load(d_block, t * step) - mean) * splat(scale)
-                                scatter(ds, at, here + t * band_plane, d_score)
-                        band_e = (PARTS - start) * tile.stride
-                        for c in range(c_k):
-                            clear(sums, k * k * (R + 1) * lanes)
-                            for index in range(start * tile.parts, stop * tile.parts, PARTS):
-                                at = offsets_of(tile, lanes, index)
-                                centre = gather(q, at, c * tile.plane)
-                                total = splat(dtype(0))
-                                entry = c * k * (R + 1)
-                                for row in range(k):
-                                    first = (
-                                        c * R * tile.plane + (row - tile.border) * tile.stride - tile.border
-                                    )
-                                    for column in range(k):
-                                        t = row * k + column
-                                        d_score = gather(ds, at, here + t * band_plane)
-                                        d_affine = d_score * centre
-                                        affine = broadcast(table_k, entry + R)
-                                        for r in range(R):
-                                            neighbour = gather(keys, at, first + r * tile.plane + column)
-                                            affine = fma(neighbour, broadcast(table_k, entry + r), affine)
-                                            accumulate_product(
-                                                sums, (t * (R + 1) + r) * lanes, d_affine, neighbour
-                                            )
-                                        accumulate(sums, (t * (R + 1) + R) * lanes, d_affine)
-                                        total = fma(d_score, affine, total)
-                                        scatter(e, at, band_e + t * tile.e_plane, d_affine)
-                                        entry += R + 1
-                                    entry += (c_k - 1) * k * (R + 1)
-                                scatter(dq, at, c * tile.plane, total)
-                            write_sums(sums, lanes, k, R, c_k, advance(d_table_k, c * k * (R + 1)))
-                            spread(
-                                planes, k, e, advance(table_k, c * k * (R + 1)), (c_k - 1) * k * (R + 1),
-                                start, stop, tile, lanes, advance(d_keys, c * R * tile.plane),
-                            )  # fmt: skip
-                        for c in range(c_v):
-                            clear(sums, k * k * (R + 1) * lanes)
-                            for index in range(start * tile.parts, stop * tile.parts, PARTS):
-                                at = offsets_of(tile, lanes, index)
-                                centre = gather(g, at, c * tile.plane)
-                                for row in range(k):
-                                    first = (
-                                        c * R * tile.plane + (row - tile.border) * tile.stride - tile.border
-                                    )
-                                    for column in range(k):
-                                        t = row * k + column
-                                        d_affine = gather(alpha, at, here + t * band_plane) * centre
-                                        for r in range(R):
-                                            neighbour = gather(values, at, first + r * tile.plane + column)
-                                            accumulate_product(
-                                                sums, (t * (R + 1) + r) * lanes, d_affine, neighbour
-                                            )
-                                        accumulate(sums, (t * (R + 1) + R) * lanes, d_affine)
-                                        scatter(e, at, band_e + t * tile.e_plane, d_affine)
-                            write_sums(sums, lanes, k, R, c_v, advance(d_table_v, c * k * (R + 1)))
-                            spread(
-                                planes, k, e, advance(table_v, c * k * (R + 1)), (c_v - 1) * k * (R + 1),
-                                start, stop, tile, lanes, advance(d_values, c * R * tile.plane),
-                            )  # fmt: skip
-                    copy_out(dq, n, head * c_k, c_k, p, 1, sizes, tile, d_query)
-                copy_out(d_keys, n, head * c_k, c_k, 0, R, sizes, tile, d_key)
+                            clear(alpha, 2 * k * k * tile.band_plane)
+                        for i in range(start, stop, PARTS):
+                            for part in range(tile.parts):
+                                corner = corner_of(tile, lanes, i, part)
+                                x = corner + tile.border * (tile.stride + 1)
+                                products(
+                                    planes, window, q, x, keys, corner, tile, table_k, c_k, block, affines
+                                )
+                                products(
+                                    planes, window, g, x, values, corner, tile, table_v, c_v, d_block, None
+                                )
+                                log = gather(logs, x, tile.stride)
+                                mean = splat(dtype(0))  # Σ_t α[t] dα[t]
+                                weights = splat(dtype(0))  # Σ_t α[t]: one, but for the rounding of lse
+                                for t in range(tile.taps):
+                                    weight = exp2(load(block, t * step) * exponent - log)
+                                    mean = fma(weight, load(d_block, t * step), mean)
+                                    weights = weights + weight
+                                    store(block, t * step, weight)
+                                mean = mean / weights
+                                band_x = x + (tile.border - start) * tile.stride
+                                for t in range(tile.taps):
+                                    weight = load(block, t * step)
+                                    d_score = weight * (load(d_block, t * step) - mean) * splat(scale)
+                                    scatter(alpha, band_x + t * tile.band_plane, tile.stride, weight)
+                                    scatter(ds, band_x + t * tile.band_plane, tile.stride, d_score)
+                                    store(d_block, t * step, d_score)
+                                for c in range(c_k):
+                                    centre = gather(q, x + c * tile.plane, tile.stride)
+                                    total = splat(dtype(0))
+                                    for t in range(tile.taps):
+                                        d_score, entry = load(d_block, t * step), c * tile.taps + t
+                                        total = fma(d_score, load(affines, entry * step), total)
+                                        beta = (entry * (R + 1) + R) * lanes
+                                        accumulate_product(sums_k, beta, d_score, centre)
+                                    scatter(dq, x + c * tile.plane, tile.stride, total)
+                                for c in range(c_v):
+                                    centre = gather(g, x + c * tile.plane, tile.stride)
+                                    for t in range(tile.taps):
+                                        beta = ((c * tile.taps + t) * (R + 1) + R) * lanes
+                                        accumulate_product(sums_v, beta, load(block, t * step), centre)
+                        pull_back(
+                            planes, window, ds, q, keys, table_k, c_k, start, stop, tile, d_keys, block,
+                            sums_k,
+                        )  # fmt: skip
+                        pull_back(
+                            planes, window, alpha, g, values, table_v, c_v, start, stop, tile, d_values,
+                            block, sums_v,
+                        )  # fmt: skip
+                    image = n * sizes.heads * sizes.planes * k * k * (R + 1)
+                    write_sums(
+                        sums_k,
+                        k * k * c_k * (R + 1),
+                        advance(pointer(args[HEADER + 48], dtype), (image + filters) * c_k),
+                    )
+                    write_sums(
+                        sums_v,
+                        k * k * c_v * (R + 1),
+                        advance(pointer(args[HEADER + 49], dtype), (image + filters) * c_v),
+                    )
+                    copy(False, d_query, n, head * c_k, c_k, p, 1, sizes, tile, dq)
+                copy(False, d_key, n, head * c_k, c_k, 0, R, sizes, tile, d_keys)
                 if not shared:
-                    copy_out(d_values, n, head * c_v, c_v, 0, R, sizes, tile, d_value)
+                    copy(False, d_value, n, head * c_v, c_v, 0, R, sizes, tile, d_values)
 
     return worker

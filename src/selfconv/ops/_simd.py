@@ -7,13 +7,14 @@ same name on all of them, and LLVM is left with what it is good at (registers, a
 own vector width). Several registers side by side hide the latency of the multiply-adds and share each
 broadcast filter value.
 
-``gather``/``scatter`` read and write the parts at ``PARTS`` offsets of their own, so that a vector may
-span several rows of a map; ``load``/``store`` treat the lanes as one run.
+``gather``/``scatter`` read and write the parts one below the other, in ``PARTS`` rows of a map;
+``load``/``store`` treat the lanes as one run.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,6 @@ from numba.extending import intrinsic, models, overload, register_model
 
 PART_BYTES = 32  # one AVX register; other machines split or pair it
 PARTS = 4
-OFFSETS = types.UniTuple(types.intp, PARTS)
 INT32 = ir.IntType(32)
 
 
@@ -129,32 +129,47 @@ def fetch_add(typingctx: Any, p: Any, i: Any, n: Any) -> Any:
     return types.int64(types.CPointer(types.int64), types.intp, types.int64), codegen
 
 
+def _opaque(builder: ir.IRBuilder, p: ir.Value) -> ir.Value:
+    """The same pointer, of which LLVM knows nothing.
+
+    Else it keeps one pointer for every row and every array, more than there are registers, and moves them
+    all forward in every iteration.
+    """
+    return builder.asm(ir.FunctionType(p.type, [p.type]), "", "=r,0", [p], side_effect=False)
+
+
+def _rows(builder: ir.IRBuilder, t: Vector, where: Sequence[ir.Value]) -> list[ir.Value]:
+    """The addresses of a vector's parts, one below the other."""
+    p, i, stride = where
+    first = _opaque(builder, builder.gep(p, [i]))
+    steps = [builder.mul(stride, ir.Constant(stride.type, row)) for row in range(PARTS)]
+    return [_address(builder, first, step, t, t.part) for step in steps]
+
+
 @intrinsic
-def gather(typingctx: Any, p: Any, offsets: Any, shift: Any) -> Any:
-    """The parts at p[offset + shift] for each of the offsets."""
+def gather(typingctx: Any, p: Any, i: Any, stride: Any) -> Any:
+    """The parts at p[i], p[i + stride], …"""
     t = Vector(p.dtype)
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        start = builder.gep(args[0], [args[2]])
-        places = [_address(builder, start, o, t, t.part) for o in cgutils.unpack_tuple(builder, args[1])]
+        places = _rows(builder, t, args)
         return _concatenate(builder, [builder.load(place, align=_bytes(t)) for place in places])
 
-    return t(p, OFFSETS, types.intp), codegen
+    return t(p, types.intp, types.intp), codegen
 
 
 @intrinsic
-def scatter(typingctx: Any, p: Any, offsets: Any, shift: Any, v: Any) -> Any:
-    """Writes the parts of v to p[offset + shift] for each of the offsets."""
+def scatter(typingctx: Any, p: Any, i: Any, stride: Any, v: Any) -> Any:
+    """Writes the parts of v to p[i], p[i + stride], …"""
     t = Vector(p.dtype)
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        start = builder.gep(args[0], [args[2]])
-        offsets = cgutils.unpack_tuple(builder, args[1])
-        for offset, part in zip(offsets, _parts(builder, args[3], t), strict=True):
-            builder.store(part, _address(builder, start, offset, t, t.part), align=_bytes(t))
+        *where, v = args
+        for place, part in zip(_rows(builder, t, where), _parts(builder, v, t), strict=True):
+            builder.store(part, place, align=_bytes(t))
         return context.get_dummy_value()
 
-    return types.void(p, OFFSETS, types.intp, t), codegen
+    return types.void(p, types.intp, types.intp, t), codegen
 
 
 @intrinsic
@@ -196,6 +211,46 @@ def splat(typingctx: Any, x: Any) -> Any:
     """x in all lanes."""
     t = Vector(x)
     return t(x), lambda context, builder, sig, args: _splat(builder, args[0], t.lanes)
+
+
+def _transpose(builder: ir.IRBuilder, t: Vector, args: Sequence[ir.Value], rows: int, columns: int) -> None:
+    """Writes rows of so many columns, a stride apart, as columns of so many rows, another stride apart."""
+    source, stride, target, to_stride, _ = args
+
+    def place(start: ir.Value, step: ir.Value, i: int, lanes: int) -> ir.Value:
+        return _address(builder, start, builder.mul(step, ir.Constant(step.type, i)), t, lanes)
+
+    loaded = [builder.load(place(source, stride, i, columns), align=_bytes(t)) for i in range(rows)]
+    everything = _concatenate(builder, loaded)
+    for i in range(columns):
+        lanes = list(range(i, rows * columns, columns))
+        column = _shuffle(builder, everything, _undefined(everything.type), lanes)
+        builder.store(column, place(target, to_stride, i, rows), align=_bytes(t))
+
+
+@intrinsic
+def transpose_in(typingctx: Any, p: Any, stride: Any, q: Any, to_stride: Any, block: Any) -> Any:
+    """Positions ``stride`` apart at p, of ``len(block)`` channels side by side, to channels at q,
+    ``to_stride`` apart, of one vector part of positions each."""
+    t = Vector(p.dtype)
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        _transpose(builder, t, args, rows=t.part, columns=block.count)
+        return context.get_dummy_value()
+
+    return types.void(p, types.intp, q, types.intp, block), codegen
+
+
+@intrinsic
+def transpose_out(typingctx: Any, p: Any, stride: Any, q: Any, to_stride: Any, block: Any) -> Any:
+    """The way back: channels at p to positions at q."""
+    t = Vector(p.dtype)
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        _transpose(builder, t, args, rows=block.count, columns=t.part)
+        return context.get_dummy_value()
+
+    return types.void(p, types.intp, q, types.intp, block), codegen
 
 
 # ---- arithmetic ----
@@ -272,37 +327,37 @@ def exp2(typingctx: Any, x: Any) -> Any:
 
 @intrinsic
 def log2(typingctx: Any, x: Any) -> Any:
-    """log2 of each lane, by the library: once per softmax, not worth a polynomial."""
-    element = _llvm(x).element
+    """log2 of x ≥ 1, to the last bits of the type.
+
+    x = 2^n m with m from √½ to √2: counted from the bits of √½, the exponent of x is n. The series of
+    log m = 2 atanh(s), s = (m − 1)/(m + 1), does the rest.
+    """
+    single = x.dtype == types.float32
+    digits, terms = (23, 5) if single else (52, 11)
+    integer = ir.IntType(x.dtype.bitwidth)
+    integers = ir.VectorType(integer, x.lanes)
+    dtype, unsigned = (np.float32, np.uint32) if single else (np.float64, np.uint64)
+    root = int(np.array(0.5**0.5, dtype).view(unsigned))
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        (v,) = args
-        name = f"llvm.log2.f{x.dtype.bitwidth}"
-        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(element, [element]), name)
-        for lane in map(INT32, range(x.lanes)):
-            v = builder.insert_element(v, builder.call(function, [builder.extract_element(v, lane)]), lane)
-        return v
+        def constant(value: int) -> ir.Constant:
+            return ir.Constant(integers, [value] * x.lanes)
+
+        bits = builder.bitcast(args[0], integers)
+        n = builder.ashr(builder.sub(bits, constant(root)), constant(digits))
+        m = builder.bitcast(builder.sub(bits, builder.shl(n, constant(digits))), _llvm(x))
+        one = _constant(x, 1.0)
+        s = builder.fdiv(builder.fsub(m, one), builder.fadd(m, one))
+        square = builder.fmul(s, s)
+        series = _constant(x, 0.0)
+        for odd in range(2 * terms - 1, 0, -2):
+            series = _call(builder, "fma", x, [series, square, _constant(x, 2 / np.log(2) / odd)])
+        return _call(builder, "fma", x, [series, s, builder.sitofp(n, _llvm(x))])
 
     return x(x), codegen
 
 
 # ---- sums over lanes: kept as one part in memory, finished by the caller ----
-
-
-@intrinsic
-def accumulate(typingctx: Any, p: Any, i: Any, v: Any) -> Any:
-    """Adds all parts of v to the one part at p[i]."""
-    t = Vector(p.dtype)
-
-    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        place = _address(builder, args[0], args[1], t, t.part)
-        total = builder.load(place, align=_bytes(t))
-        for part in _parts(builder, args[2], t):
-            total = builder.fadd(total, part)
-        builder.store(total, place, align=_bytes(t))
-        return context.get_dummy_value()
-
-    return types.void(p, types.intp, t), codegen
 
 
 @intrinsic
@@ -322,7 +377,24 @@ def accumulate_product(typingctx: Any, p: Any, i: Any, u: Any, v: Any) -> Any:
 
 
 @intrinsic
-def lanes_of(typingctx: Any, dtype: Any) -> Any:
-    """Lanes in one part of a vector of that type, a constant."""
-    lanes = Vector(dtype.dtype).part
-    return types.intp(dtype), lambda context, builder, sig, args: context.get_constant(types.intp, lanes)
+def lane_sum(typingctx: Any, p: Any, i: Any) -> Any:
+    """The sum of the lanes of the one part at p[i]."""
+    t = Vector(p.dtype)
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        total = builder.load(_address(builder, args[0], args[1], t, t.part), align=_bytes(t))
+        lanes = t.part
+        while lanes > 1:
+            lanes //= 2
+            halves = [_shuffle(builder, total, total, list(range(s, s + lanes))) for s in (0, lanes)]
+            total = builder.fadd(*halves)
+        return builder.extract_element(total, INT32(0))
+
+    return p.dtype(p, types.intp), codegen
+
+
+@intrinsic
+def lanes_of(typingctx: Any, p: Any) -> Any:
+    """Lanes in one part of a vector of the numbers that p points to, a constant."""
+    lanes = Vector(p.dtype).part
+    return types.intp(p), lambda context, builder, sig, args: context.get_constant(types.intp, lanes)

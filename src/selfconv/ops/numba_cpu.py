@@ -25,7 +25,7 @@ from selfconv.ops._flops import affine_self_conv_flops
 from selfconv.ops._simd import PART_BYTES, PARTS
 from selfconv.ops._threads import num_threads, run_workers
 
-BAND_BYTES = 192 * 1024  # what α, ds and e of one head may take: part of a core's own cache
+BAND_BYTES = 256 * 1024  # what α and ds of one head may take: part of a core's own cache
 
 
 def run(call: Call) -> Tensor:
@@ -41,7 +41,7 @@ def run(call: Call) -> Tensor:
 
 
 def filter_table(call: Call, psi: Tensor | None, beta: Tensor | None, channels: int) -> Tensor:
-    """ψ and β as every plane P sees them: [heads, P, k, channels/heads, k, R + 1], β last."""
+    """ψ and β as every plane P sees them: [heads, P, channels/heads, k, k, R + 1], β last."""
     order, k = len(call.group), call.kernel_size
     psi, beta = call.steered(psi, beta)
     if psi is None:  # every plane passes as it is
@@ -50,14 +50,14 @@ def filter_table(call: Call, psi: Tensor | None, beta: Tensor | None, channels: 
     if beta is None:
         beta = psi.new_zeros(channels, order, k, k)
     table = torch.cat([psi, beta.unsqueeze(2)], 2)  # [C, P, R + 1, k, k]
-    return table.unflatten(0, (call.num_heads, -1)).permute(0, 2, 4, 1, 5, 3).contiguous()
+    return table.unflatten(0, (call.num_heads, -1)).permute(0, 2, 1, 4, 5, 3).contiguous()
 
 
 def _split(features: Sequence[Tensor], table_k: Tensor, table_v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v: as given, or as slices of one tensor; of two equal ones, the second serves as k and v."""
     if len(features) == 3:
         return features[0], features[1], features[2]
-    c_k, c_v = table_k.shape[0] * table_k.shape[3], table_v.shape[0] * table_v.shape[3]
+    c_k, c_v = table_k.shape[0] * table_k.shape[2], table_v.shape[0] * table_v.shape[2]
     (packed,) = features
     if packed.shape[1] == 2 * c_k:
         q, k = packed.split(c_k, 1)
@@ -93,7 +93,7 @@ def _(features: Sequence[Tensor], table_k: Tensor, table_v: Tensor, scale: float
 
 def _outputs(q: Tensor, v: Tensor, table_k: Tensor, table_v: Tensor) -> tuple[Tensor, Tensor]:
     n, _, planes, h, w = q.shape
-    channels = table_v.shape[0] * table_v.shape[3]
+    channels = table_v.shape[0] * table_v.shape[2]
     return _features_like(v, channels, planes), q.new_empty(n, table_k.shape[0], planes, h, w)
 
 
@@ -155,8 +155,8 @@ numba_forward.register_autograd(_backward, setup_context=_setup_context)
 def _forward_flops(features: Any, table_k: Any, table_v: Any, *args: Any, **kwargs: Any) -> int:
     """From the shapes, which is what torch hands to such a formula."""
     n, _, _, h, w = features[0]
-    heads, planes, k, c_k, _, r1 = table_k
-    c_v = table_v[3]
+    heads, planes, c_k, k, _, r1 = table_k
+    c_v = table_v[2]
     query, value = (n, heads * c_k, planes, h, w), (n, heads * c_v, planes, h, w)
     psi_k, psi_v = (heads * c_k, r1 - 1, k, k), (heads * c_v, r1 - 1, k, k)
     return affine_self_conv_flops(query, query, value, psi_k, None, psi_v, None)
@@ -181,29 +181,30 @@ def _run(
     n, _, planes, h, w = q.shape
     if q.numel() == 0:
         return
-    heads, _, k, c_k, _, r1 = table_k.shape
-    c_v = table_v.shape[3]
+    heads, _, c_k, k, _, r1 = table_k.shape
+    c_v = table_v.shape[2]
     lanes = PART_BYTES // q.element_size()
     parts = math.ceil(w / lanes)
-    unit = PARTS // math.gcd(parts, PARTS)  # rows that whole vectors cover
-    rows = math.ceil(h / unit) * unit
-    row_bytes = 3 * k * k * (parts * lanes + k - 1) * q.element_size()
-    band = min(rows, max(1, BAND_BYTES // row_bytes // unit) * unit)
+    rows = math.ceil(h / PARTS) * PARTS
+    row_bytes = 2 * k * k * (parts + 1) * PART_BYTES
+    band = min(rows, max(1, BAND_BYTES // row_bytes // PARTS) * PARTS)
     tile = kernels.make_tile(k // 2, rows, parts, lanes, band)
     tiles = (2 * c_k + c_v + 1 + 2 * (r1 - 1) * (c_k + c_v)) * tile.plane
-    bands = k * k * (2 * band * tile.stride + tile.e_plane + (2 * PARTS + r1) * lanes)
-    size = tiles + bands + PARTS * lanes
+    bands = k * k * (2 * tile.band_plane + (2 + c_k) * PARTS * lanes + (c_k + c_v) * r1 * lanes)
+    size = tiles + bands + PARTS * lanes  # whole cache lines, each thread its own
+    size = math.ceil(size / (2 * lanes)) * 2 * lanes
 
     tasks = n * heads
     threads = min(num_threads(), tasks)
     chunk = heads if n >= 2 * threads else 1  # a whole image at a time keeps its cache lines on one core
     scratch = q.new_empty(threads, size)
     scales = np.array([scale])
+    window = (np.arange(k)[:, None] * tile.stride + np.arange(k)).ravel()  # offsets from its first corner
     strided = [number for x in maps for number in (x.data_ptr(), *x.stride())]
     block = np.array(
         [
             0, 0, tasks, chunk, heads, planes, h, w, c_k, c_v, scales.ctypes.data, scratch.data_ptr(), size,
-            table_k.data_ptr(), table_v.data_ptr(), rows, parts, band, k,
+            table_k.data_ptr(), table_v.data_ptr(), rows, parts, band, k, window.ctypes.data,
             *strided,
             *(x.data_ptr() for x in outputs),
         ],

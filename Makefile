@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS := app,cluster,dev,docs,onnx,plot,timm,train,triton
 
-.PHONY: install demo test test-long lint typecheck format clean
+.PHONY: install demo test test-long docs dist lint typecheck format clean
 
 install: $(VENV)/.installed
 
@@ -23,6 +23,12 @@ test: lint typecheck
 test-long: install
 	SELFCONV_TEST_EFFORT=15 $(BIN)/python -m pytest -n 2 tests/test_ops.py tests/test_numba.py tests/test_nn.py
 
+docs: install
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky docs docs/_build/html
+
+dist: install
+	$(BIN)/python -m build --no-isolation
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -35,4 +41,4 @@ format: install
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist docs/_build .mypy_cache .pytest_cache .ruff_cache

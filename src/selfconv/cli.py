@@ -22,6 +22,19 @@ from selfconv.lab.config import RECIPES, DataOptions, Engine, ModelOptions, Reci
 from selfconv.lab.errors import RunStopped
 
 BENCH = BenchOptions()
+EXTRAS = {  # which of them brings a package that a command may find missing
+    "PIL": "train",
+    "accelerate": "train",
+    "gradio": "app",
+    "matplotlib": "plot",
+    "onnx": "onnx",
+    "onnxruntime": "onnx",
+    "onnxscript": "onnx",
+    "ray": "cluster",
+    "tensorboard": "train",
+    "timm": "timm",
+    "triton": "triton",
+}
 RunFolder = Annotated[Path, arg(metavar="RUN")]
 
 
@@ -296,6 +309,10 @@ def _condensed(box: str) -> str:
 def _one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror is not None and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
+    if isinstance(error, ModuleNotFoundError) and "pip install" not in str(error):
+        package = (error.name or "").partition(".")[0]
+        if package in EXTRAS:
+            return f"this needs {package}: pip install 'selfconv[{EXTRAS[package]}]'"
     return " ".join(str(error).split()) or type(error).__name__
 
 

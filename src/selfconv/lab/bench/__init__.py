@@ -7,6 +7,7 @@ run, so that ratios hold on a noisy machine; memory is what torch's allocator he
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import torch
 
@@ -77,6 +78,8 @@ def _check(options: BenchOptions) -> None:
         )
     if options.threads is not None and options.threads < 1:
         raise ValueError(f"threads: expected an integer ≥ 1; got {options.threads}")
+    if options.out is not None and find_spec("matplotlib") is None:  # now, not after an hour's work
+        raise ValueError("plots need matplotlib: pip install 'selfconv[plot]'")
     unknown = [name for name in options.models if name not in PAIRS]
     if unknown:
         raise ValueError(f"models: expected some of {', '.join(PAIRS)}; got {', '.join(unknown)}")

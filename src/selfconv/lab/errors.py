@@ -7,6 +7,10 @@ class RunError(ValueError):
     """A run's folder that cannot be used."""
 
 
+class RunBusy(RunError):
+    """Another process is writing to the run's folder."""
+
+
 class RunStopped(Exception):
     """A run that ended early; ``code`` is what its process should exit with."""
 

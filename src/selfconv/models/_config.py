@@ -11,6 +11,7 @@ from selfconv.groups import Group, get_group
 _CHOICES = {
     "spatial": ("conv", "asc", "simple_asc", "sasa"),
     "psi": ("channel", "dense"),
+    "affine": ("both", "psi", "beta"),
     "scale": ("head", "width"),
     "downsample": ("stride", "pool"),
     "pool": ("mean", "max"),
@@ -33,6 +34,7 @@ class ResNetConfig:
         kernel_size: of the spatial layer; by default 3 for convolution and 5 for attention.
         num_heads: of attention; by default 8, on p4m, where 8 does not divide the widths, 6.
         psi: ``"channel"`` or ``"dense"``: ψ scales each channel by itself, or maps all channels to all.
+        affine: of ASC's affine maps keep ``"both"`` ψ and β, or only ``"psi"``, or only ``"beta"``.
         scale: the score is divided by the channels of a ``"head"``, or by the ``"width"`` of the layer.
         downsample: how convolutions halve a map: by ``"stride"``, or by ``"pool"``, which keeps quarter
             turns and flips exact on even maps. By default stride in convolutional models and pool in
@@ -50,6 +52,7 @@ class ResNetConfig:
     kernel_size: int
     num_heads: int
     psi: Literal["channel", "dense"] = "channel"
+    affine: Literal["both", "psi", "beta"] = "both"
     scale: Literal["head", "width"] = "head"
     downsample: Literal["stride", "pool"]
     in_channels: int = 3
@@ -106,6 +109,8 @@ class ResNetConfig:
             )
         if self.kernel_size % 2 == 0:
             raise ValueError(f"kernel_size: expected an odd integer; got {self.kernel_size}")
+        if self.affine != "both" and self.spatial != "asc":
+            raise ValueError(f"affine={self.affine!r} needs spatial='asc'; got spatial={self.spatial!r}")
         if self.attention:
             self._check_heads()
 

@@ -143,6 +143,26 @@ def bench(options: BenchOptions = BENCH) -> None:
     run_bench(options)
 
 
+def report(
+    runs: Positional[Annotated[tuple[Path, ...], arg(metavar="RUNS…")]],
+    /,
+    *,
+    out: Path = Path("out/report"),
+) -> None:
+    """Write a report on runs: tables beside the paper's, figures, and a verdict on each of its claims.
+
+    Args:
+        runs: Folders of runs, or folders that hold some at any depth.
+        out: Folder for report.html, report.md and the figures.
+    """
+    from selfconv.lab.report import write_report
+
+    if not runs:
+        raise ValueError("report: expected at least one folder of runs; got none")
+    for path in write_report(runs, out):
+        print(path)
+
+
 def demo(*, out: Path = Path("out/demo")) -> None:
     """See the layer at work: equivariance in numbers, data-dependent filters in a picture.
 
@@ -228,6 +248,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "models": models,
     "audit": audit,
     "bench": bench,
+    "report": report,
     "demo": demo,
 }
 

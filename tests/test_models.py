@@ -332,7 +332,7 @@ def test_a_name_like_none_of_them() -> None:
         ("resnet29", {"widths": 16}, "widths: expected three positive integers; got 16"),
         ("resnet29", {"kernel_size": 4}, "kernel_size: expected an odd integer; got 4"),
         ("resnet29", {"downsample": "max"}, "downsample: expected one of 'stride', 'pool'; got 'max'"),
-        ("resnet29", {"pool": "avg"}, "pool: expected one of 'mean', 'max'; got 'avg'"),
+        ("resnet29", {"pool": "avg"}, "pool: expected one of 'mean', 'max', 'group_max'; got 'avg'"),
         ("resnet29_asc", {"psi": "full"}, "psi: expected one of 'channel', 'dense'; got 'full'"),
         ("resnet29_asc", {"affine": "ψ"}, "affine: expected one of 'both', 'psi', 'beta'; got 'ψ'"),
         ("resnet29_sasa", {"affine": "beta"}, "affine='beta' needs spatial='asc'; got spatial='sasa'"),

@@ -66,6 +66,7 @@ LAYERS: dict[str, Make] = {
     "max_pool": lambda **k: SpatialPool2d(2, "max", group=k["group"]),
     "global_mean": lambda **k: GlobalPool("mean", group=k["group"]),
     "global_max": lambda **k: GlobalPool("max", group=k["group"]),
+    "global_group_max": lambda **k: GlobalPool("group_max", group=k["group"]),
 }
 every_layer = pytest.mark.parametrize("name", LAYERS)
 every_group = pytest.mark.parametrize("group", [*GROUPS, C2], ids=str)
@@ -274,6 +275,14 @@ def test_sync_batch_norm_takes_its_place() -> None:
     assert isinstance(converted[0], nn.SyncBatchNorm)
 
 
+def test_the_maximum_over_the_group_is_of_means_over_space() -> None:
+    x = torch.randn(2, 4, 4, 3, 5)
+    expected = torch.stack([x[:, :, p].flatten(2).mean(2) for p in range(4)]).max(0).values
+    torch.testing.assert_close(GlobalPool("group_max", group="p4")(x), expected)
+    planar = torch.randn(2, 4, 3, 5)
+    assert torch.equal(GlobalPool("group_max")(planar), GlobalPool("mean")(planar))
+
+
 # ---- at home in PyTorch ----
 
 
@@ -392,6 +401,7 @@ def test_layer_attention_weights_sum_to_one(group: str) -> None:
         ),
         (lambda: SqueezeExcite(0), "expected positive sizes; got channels=0, reduction=16"),
         (lambda: GroupPool(ANY), "mode: expected 'mean' or 'max'; got 'odd'"),
+        (lambda: GlobalPool(ANY), "mode: expected 'mean', 'max' or 'group_max'; got 'odd'"),
         (lambda: SpatialPool2d(0), "kernel_size: expected an integer ≥ 1; got 0"),
     ],
 )

@@ -37,8 +37,8 @@ class ModelOptions:
     """Scores are divided by the channels of a head, or of the layer."""
     downsample: Literal["stride", "pool"] | None = None
     """How convolutions halve a map."""
-    pool: Literal["mean", "max"] | None = None
-    """Over space and group, before the classifier."""
+    pool: Literal["mean", "max", "group_max"] | None = None
+    """Over space and group, before the classifier; group_max: mean over space, maximum over the group."""
 
     def overrides(self) -> dict[str, Any]:
         """The options that ``create_model`` takes beside the name."""

@@ -21,9 +21,20 @@ class Diverged(RunStopped):
     """The loss is no longer a number."""
 
 
+class PlanFailed(RunStopped):
+    """Some runs of a plan failed; the others are done."""
+
+
 class Interrupted(RunStopped):
     """A signal came, and everything has been saved."""
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
         self.code = 128 + number
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, in a line."""
+    if isinstance(error, OSError) and error.strerror is not None and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__

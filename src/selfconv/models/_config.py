@@ -14,7 +14,7 @@ _CHOICES = {
     "affine": ("both", "psi", "beta"),
     "scale": ("head", "width"),
     "downsample": ("stride", "pool"),
-    "pool": ("mean", "max"),
+    "pool": ("mean", "max", "group_max"),
 }
 MAX_DEPTH = 1001  # a description may come from anywhere, and should not fill the memory with layers
 _LEAST = {"depth": 11, "kernel_size": 1, "num_heads": 1, "in_channels": 1, "num_classes": 0}
@@ -41,7 +41,8 @@ class ResNetConfig:
             attention models. Attention layers themselves always pool.
         in_channels: of the image.
         num_classes: outputs of the classifier; 0 leaves it out.
-        pool: ``"mean"`` or ``"max"`` over space and group, before the classifier.
+        pool: ``"mean"`` or ``"max"`` over space and group, before the classifier; ``"group_max"``: the mean
+            over space, then the maximum over the group.
     """
 
     depth: int = 29
@@ -57,7 +58,7 @@ class ResNetConfig:
     downsample: Literal["stride", "pool"]
     in_channels: int = 3
     num_classes: int = 10
-    pool: Literal["mean", "max"] = "mean"
+    pool: Literal["mean", "max", "group_max"] = "mean"
 
     @classmethod
     def of(cls, **options: Any) -> ResNetConfig:

@@ -289,6 +289,7 @@ def test_distributed_data_parallel(free_port: int) -> None:
     torch.manual_seed(0)
     layer = AffineSelfConv2d(2, 2, 3, num_heads=1)
     layer(torch.arange(2 * 2 * 25.0).reshape(2, 2, 5, 5).sin()).square().mean().backward()
+    assert layer.psi_v is not None
     assert layer.psi_v.grad is not None
     expected = layer.psi_v.grad.double().sum().item()
     assert found[0] == found[1] == pytest.approx(expected, rel=1e-4)

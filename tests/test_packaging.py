@@ -23,7 +23,7 @@ from PIL import Image
 from tiny_runs import OPTIONS, selfconv, tiny_data
 
 from selfconv import __version__
-from selfconv.cli import EXTRAS
+from selfconv.lab.errors import EXTRAS
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "selfconv"
@@ -229,6 +229,10 @@ MISSING = {  # command, {run} being the folder of a run: the extra that it needs
     "predict {run} {run}/images/a/1.png": "train",
     "export {run} --to model.onnx": "onnx",
     "bench --quick --out out": "plot",
+    "report {run}": "plot",
+    "reproduce demo --engine ray": "cluster",
+    "reproduce demo": "train",
+    "demo": "train",
 }
 
 

@@ -24,7 +24,7 @@ test-long: install
 	SELFCONV_TEST_EFFORT=15 $(BIN)/python -m pytest -n 2 tests/test_ops.py tests/test_numba.py tests/test_nn.py
 
 docs: install
-	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky docs docs/_build/html
+	$(BIN)/python -m sphinx --fresh-env --write-all --fail-on-warning --keep-going --nitpicky docs docs/_build/html
 
 dist: install
 	$(BIN)/python -m build --no-isolation

@@ -38,20 +38,22 @@ nitpick_ignore_regex = [("py:.*", r"(?!selfconv\.).*|selfconv\..*\b_.*")]
 def as_rst(_app: Any, _what: str, _name: str, _obj: Any, _options: Any, lines: list[str]) -> None:
     """Docstrings are written for readers of the source first; here they become what docutils expects.
 
-    An indented block after a line that ends in a colon is a formula, and shown as it was typed. Elsewhere
-    the bars of |H| are bars, not the marks of a substitution.
+    A paragraph that is indented deeper than the one before is a formula, and shown as it was typed.
+    Elsewhere the bars of |H| are bars, not the marks of a substitution.
     """
-    formula = None  # how far the line before the formula is indented
-    for n, line in enumerate(lines):
-        indent = len(line) - len(line.lstrip())
-        if formula is not None and line and indent <= formula:
-            formula = None
-        if formula is None:
+    given, indent, formula = lines[:], 0, False  # indent: of the last line of text
+    lines.clear()
+    for before, line in zip(["", *given], given, strict=False):
+        deeper = len(line) - len(line.lstrip()) - indent
+        if line and deeper > 0 and not before and not formula:
+            lines.extend([" " * indent + "::", ""])
+            formula = True
+        elif line and (deeper <= 0 or not formula):
+            formula, indent = False, indent + deeper
+        if not formula:
             parts = line.split("``")  # every other one is code
-            lines[n] = "``".join(part if k % 2 else part.replace("|", r"\|") for k, part in enumerate(parts))
-            blank, block = [*lines[n + 1 : n + 3], "", ""][:2]
-            if line.endswith(":") and not blank and len(block) - len(block.lstrip()) > indent:
-                formula, lines[n] = indent, lines[n] + ":"
+            line = "``".join(part if k % 2 else part.replace("|", r"\|") for k, part in enumerate(parts))
+        lines.append(line)
 
 
 def setup(app: Any) -> None:

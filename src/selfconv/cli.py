@@ -20,7 +20,7 @@ from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from selfconv.lab.bench_options import BenchOptions
 from selfconv.lab.config import RECIPES, DataOptions, Engine, ModelOptions, Recipe, RunConfig
-from selfconv.lab.errors import RunStopped, one_line
+from selfconv.lab.errors import RunStopped, one_line, require
 from selfconv.lab.plans import Budget
 
 BENCH, BUDGET = BenchOptions(), Budget()
@@ -201,6 +201,7 @@ def reproduce(
     placed = {"address": address, "cpus": cpus, "gpus": gpus}
     placed = {name: value for name, value in placed.items() if value is not None}
     if engine == "ray":
+        require("ray")
         where = RayEngine(**placed)  # type: ignore[arg-type]
     elif placed:
         raise ValueError(f"--{next(iter(placed))} needs --engine ray; got --engine local")

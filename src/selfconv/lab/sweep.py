@@ -73,6 +73,8 @@ def reproduce(plan: Plan, out: Path, engine: Engine, *, command: str, dry_run: b
     """
     from rich.console import Console
 
+    if not dry_run:
+        require("accelerate", "tensorboard", "matplotlib")  # now, not after the runs
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 120
@@ -89,7 +91,6 @@ def reproduce(plan: Plan, out: Path, engine: Engine, *, command: str, dry_run: b
         console.print(plan_table(plan, pending, data))
         return []
 
-    require("accelerate", "tensorboard", "matplotlib")  # now, not after the runs
     content = plan.to_json(data.name)
     del data  # each trial reads its own
     began, failures = time.monotonic(), {}

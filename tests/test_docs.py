@@ -82,7 +82,7 @@ def html(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_reference_holds_every_public_name(html: Path) -> None:
-    for name in ("ops", "nn", "models", "lab.data"):
+    for name in ("ops", "nn", "models", "lab.data", "visualize"):
         module = importlib.import_module(f"selfconv.{name}")
         page = (html / "api" / f"{name.partition('.')[0]}.html").read_text()
         public = [n for n in module.__all__ if isfunction(getattr(module, n)) or isclass(getattr(module, n))]

@@ -229,6 +229,7 @@ MISSING = {  # command, {run} being the folder of a run: the extra that it needs
     "predict {run} {run}/images/a/1.png": "train",
     "export {run} --to model.onnx": "onnx",
     "bench --quick --out out": "plot",
+    "figures digits_asc --out out": "plot",
     "report {run}": "plot",
     "reproduce demo --engine ray": "cluster",
     "reproduce demo": "train",

@@ -145,6 +145,33 @@ def bench(options: BenchOptions = BENCH) -> None:
     run_bench(options)
 
 
+def figures(
+    run: Positional[Annotated[str, arg(metavar="RUN")]],
+    /,
+    *,
+    out: Path,
+    image: Path | None = None,
+    layer: str | None = None,
+    pixel: tuple[int, int] | None = None,
+    head: int | None = None,
+) -> None:
+    """Draw what a trained model does: a pixel's filters, attention, equivariance; as PNG and SVG.
+
+    Args:
+        run: Folder of a run, or one of the models with weights: digits_asc, digits_p4_asc, digits_conv.
+        out: Folder for the pictures.
+        image: Image file; by default the first test image of the run's data.
+        layer: Name of a self-convolution layer; by default the first.
+        pixel: Row and column in the layer's map; by default where the image changes most.
+        head: By default the one that looks most narrowly there.
+    """
+    from selfconv.lab.trained import Trained
+    from selfconv.visualize._write import write_figures
+
+    for path in write_figures(Trained.open(run), out, image=image, layer=layer, pixel=pixel, head=head):
+        print(path)
+
+
 def report(
     runs: Positional[Annotated[tuple[Path, ...], arg(metavar="RUNS…")]],
     /,
@@ -318,6 +345,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "models": models,
     "audit": audit,
     "bench": bench,
+    "figures": figures,
     "reproduce": reproduce,
     "report": report,
     "demo": demo,

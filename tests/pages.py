@@ -3,8 +3,8 @@
 Blocks of a page are run in order, in one folder: ``python`` in one namespace, ``console`` as typed after
 the ``$``. What a page shows as output is compared: below a command, and in a ``text`` block that follows a
 ``python`` block at once. There ``...`` stands for anything, as in doctest. A command must succeed, unless the
-page shows its exit code by ``$ echo $?``. Blocks of ``sh`` are not run, being for real data or hours; their
-options are checked.
+page shows its exit code by ``$ echo $?``. Blocks of ``sh`` or ``bash`` are not run, being for real
+data or hours; their options are checked.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def compare(shown: str | None, printed: str, where: str) -> None:
 def commands(page: Path) -> Iterator[list[str]]:
     """The arguments of every ``selfconv`` command in the page's ``sh`` blocks."""
     for block in blocks(page):
-        if block.kind == "sh":
+        if block.kind in ("sh", "bash"):
             for line in block.text.replace("\\\n", " ").splitlines():
                 words = shlex.split(line, comments=True)
                 if words[:1] == ["selfconv"]:

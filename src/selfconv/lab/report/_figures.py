@@ -122,8 +122,9 @@ def ablation_picture(name: str, study: Study) -> Picture:
         y, ticks = 0.0, []
         for group in study.groups:
             axes.text(
-                0, y, f"{group.title}", transform=axes.get_yaxis_transform(), weight="bold", va="center"
-            )
+                0.01, y, _safe(group.title), transform=axes.get_yaxis_transform(), weight="bold", va="center",
+                in_layout=False,
+            )  # fmt: skip
             for row in group.rows:
                 if row.accuracy is not None:
                     y += 1
@@ -131,7 +132,7 @@ def ablation_picture(name: str, study: Study) -> Picture:
                     _point(axes, row, y, row.accuracy, upright=False)
             y += 1.3
         axes.set_yticks([y for y, _ in ticks], [_safe(label) for _, label in ticks])
-        axes.invert_yaxis()
+        axes.set_ylim(y - 0.6, -0.6)
         axes.grid(visible=False, axis="y")
         axes.set_xlabel("test accuracy, %")
 
@@ -169,7 +170,7 @@ def curves_picture(name: str, group: Group) -> Picture | None:
         for axes, row in zip(grid.flat, rows, strict=False):
             _curves(axes, row)
             runs = len(row.trials)
-            axes.set_title(f"{_safe(row.label)}, n = {runs}", fontsize=8.5 if wide else 7)
+            axes.set_title(f"{_safe(row.label, 36 if wide else 22)}, n = {runs}", fontsize=8.5 if wide else 7)
         for axes in list(grid.flat)[len(rows) :]:
             axes.set_visible(False)
         for column in range(columns[wide]):
@@ -328,9 +329,9 @@ def _cost(box: Box, frame: Sequence[float], taken: Sequence[Box]) -> float:
     return 8 * covered + 20 * outside
 
 
-def _safe(text: str) -> str:
-    """A label as it is: matplotlib would read formulas between dollar signs."""
-    short = text if len(text) <= 60 else text[:59] + "…"
+def _safe(text: str, longest: int = 36) -> str:
+    """A label as it is, but not too long, and no formula, which matplotlib reads between dollar signs."""
+    short = text if len(text) <= longest else text[: longest - 1] + "…"
     return re.sub(r"[\x00-\x1f\x7f]", " ", short).replace("$", r"\$")
 
 

@@ -110,7 +110,7 @@ STYLE = """
 * { box-sizing: border-box }
 body { margin: 0; background: var(--ground); color: var(--ink);
   font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif }
-main { max-width: 70rem; margin: 0 auto; padding: 2.5rem 1.5rem 4rem }
+main { max-width: 75rem; margin: 0 auto; padding: 2.5rem 1.5rem 4rem }
 h1 { font-size: 1.9rem; line-height: 1.2; margin: 0 0 .4rem }
 h2 { font-size: 1.45rem; line-height: 1.25; margin: 3rem 0 .8rem; padding-bottom: .3rem;
   border-bottom: 1px solid var(--line) }
@@ -124,9 +124,8 @@ p, ul { margin: .5rem 0 }
 .scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px }
 table { border-collapse: separate; border-spacing: 0; width: 100%; font-size: .9rem;
   font-variant-numeric: tabular-nums }
-th, td { padding: .45rem .75rem; text-align: right; white-space: nowrap; border-top: 1px solid var(--line) }
-thead th { border-top: 0; background: var(--soft); vertical-align: bottom; font-weight: 600;
-  white-space: normal }
+th, td { padding: .45rem .65rem; text-align: right; white-space: nowrap; border-top: 1px solid var(--line) }
+thead th { border-top: 0; background: var(--soft); vertical-align: bottom; font-weight: 600 }
 thead .of { text-align: left; border-left: 1px solid var(--line); padding-bottom: 0 }
 tr > th:first-child[scope=row], th[rowspan] { text-align: left; font-weight: 600 }
 tbody th, th[rowspan] { position: sticky; left: 0 } tbody th { background: var(--ground) }

@@ -28,7 +28,7 @@ def columns(group: Group) -> list[Column]:
     """Those that say something for at least one row."""
     found = [
         Column("Model", lambda row: row.label),
-        Column("Accuracy,\u00a0%", lambda row: _mean(row.accuracy), OURS),
+        Column("Accuracy, %", lambda row: _mean(row.accuracy), OURS),
         Column("n", lambda row: str(len(row.trials)), OURS),
         Column("Parameters", lambda row: _count(row.parameters), OURS),
     ]
@@ -40,15 +40,15 @@ def columns(group: Group) -> list[Column]:
         found.append(Column("Training images/s", _speed, OURS))
     if compared(group):
         found += [
-            Column("Accuracy,\u00a0%", lambda row: _mean(row.paper.accuracy if row.paper else None), PAPERS),
+            Column("Accuracy, %", lambda row: _mean(row.paper.accuracy if row.paper else None), PAPERS),
             Column("n", lambda row: str(row.paper.accuracy.n) if row.paper else NONE, PAPERS),
             Column("Parameters", _printed, PAPERS),
             Column(
-                "Ours\u00a0−\u00a0paper",
+                "Ours − paper",
                 lambda row: signed(row.difference.value) if row.difference else NONE,
                 BOTH,
             ),
-            Column("95%\u00a0interval", _interval, BOTH),
+            Column("95% interval", _interval, BOTH),
         ]
     return found
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import GROUPS, in_memory_format
+from cases import GROUPS, Layout, channels_last, contiguous, strided
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -110,13 +110,13 @@ def test_equivariant_to_shifts(name: str, group: str) -> None:
 def test_memory_formats_agree_and_are_kept(name: str, group: str | Group) -> None:
     layer = LAYERS[name](group=group, dtype=torch.float64)
     x = features(layer, group, torch.float64)
-    y, y_last = layer(x), layer(in_memory_format(x, "channels_last"))
+    y, y_last = layer(x), layer(channels_last(x))
     torch.testing.assert_close(y_last, y, rtol=0, atol=1e-10)
     if y.dim() > 3 and name not in ("group_pool_mean", "group_pool_max"):
         assert y.is_contiguous()
         if not name.endswith("_dense"):  # eager: contiguous
             assert y_last.stride(1) == 1
-    torch.testing.assert_close(layer(in_memory_format(x, "strided")), y, rtol=0, atol=1e-10)
+    torch.testing.assert_close(layer(strided(x)), y, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -253,13 +253,13 @@ def test_squeeze_excite_is_equations_15_and_16(group: str) -> None:
     torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("memory_format", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("layout", [contiguous, channels_last], ids=lambda layout: layout.__name__)
 @pytest.mark.parametrize("group", GROUPS)
-def test_batch_norm_shares_statistics_over_the_group(group: str, memory_format: str) -> None:
+def test_batch_norm_shares_statistics_over_the_group(group: str, layout: Layout) -> None:
     layer = GroupBatchNorm(4, group=group, dtype=torch.float64)
     nn.init.normal_(layer.weight)
     nn.init.normal_(layer.bias)
-    x = in_memory_format(features(layer, group, torch.float64), memory_format)
+    x = layout(features(layer, group, torch.float64))
     plain = nn.BatchNorm1d(4, dtype=torch.float64)
     plain.load_state_dict(layer.state_dict())
     for _ in range(2):  # in training, then with the running statistics

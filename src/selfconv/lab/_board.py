@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from selfconv.lab.plans import Plan, Trial
@@ -74,7 +74,7 @@ def _table(plan: Plan, results: dict[str, Result | None]) -> Table:
                 _shown(Sample.of([100 * r.accuracy for r in found])),
                 _shown(Sample.of([100 * r.turned for r in found])),
                 f"{max(r.equivariance_error for r in found):.2g}",
-                f"{fmean(r.images_per_second for r in found):,.0f}",
+                f"{median(r.images_per_second for r in found):,.0f}",  # the first may include compilation
             ]
         table.add_row(label, *cells)
     table.caption = (

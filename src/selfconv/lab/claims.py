@@ -21,6 +21,7 @@ class Outcome:
 
     accuracy: Sample
     parameters: int
+    name: str | None = None  # if it is not called as in the paper
 
 
 _PARTS = {"resnet": "ResNet", "se": "SE", "sasa": "SASA", "simple_asc": "Simple_ASC", "asc": "ASC"}
@@ -50,6 +51,7 @@ class Verdict(StrEnum):
 class Finding:
     verdict: Verdict
     evidence: tuple[str, ...]  # the numbers, a line for each comparison
+    absent: bool = False  # whether a model in it has no run at all
 
 
 Check = Callable[[Results], Finding]
@@ -64,7 +66,8 @@ class Claim:
 
 RULES = (
     f"A claim about accuracies needs at least {LEAST_RUNS} runs of every model in it.",
-    "“Higher” or “lower” holds if the 95% interval of the difference (Welch) lies on that side of 0 and does "
+    "Differences of accuracies are in percentage points, with their 95% interval (Welch) in parentheses.",
+    "“Higher” or “lower” holds if the interval of the difference lies on that side of 0 and does "
     "not hold if it lies on the other; an interval that contains 0 is too few runs to tell.",
     "“Within one standard deviation” compares the two means: the first may fall short of the second by no "
     "more than the second's deviation.",
@@ -84,7 +87,7 @@ def _find(results: Results, terms: Sequence[Term], least: int) -> list[Outcome] 
             where = f" on {TITLES[table]}" if len({t for t, _ in terms}) > 1 else ""
             lacking.append(f"{label(model)}{where}: {n or 'no'} run{'s' * (n != 1)}")
     if lacking:
-        return Finding(Verdict.FEW, tuple(dict.fromkeys(lacking)))
+        return Finding(Verdict.FEW, tuple(dict.fromkeys(lacking)), absent=None in found)
     return [outcome for outcome in found if outcome is not None]
 
 
@@ -95,7 +98,8 @@ def all_of(*checks: Check) -> Check:
         findings = [each(results) for each in checks]
         verdicts = {finding.verdict for finding in findings}
         worst = next(v for v in (Verdict.FAILS, Verdict.FEW, Verdict.HOLDS) if v in verdicts)
-        return Finding(worst, tuple(dict.fromkeys(line for f in findings for line in f.evidence)))
+        evidence = dict.fromkeys(line for finding in findings for line in finding.evidence)
+        return Finding(worst, tuple(evidence), any(finding.absent for finding in findings))
 
     return check
 
@@ -151,10 +155,16 @@ def within_deviation(table: str, model: str, other: str) -> Check:
 
 def _pair(model: str, other: str) -> Callable[[Difference, list[Outcome]], str]:
     def explain(change: Difference, found: list[Outcome]) -> str:
-        first, second = (shown(outcome.accuracy) for outcome in found)
-        return f"{label(model)} {first}, {label(other)} {second}: {shown_difference(change)}"
+        first, second = (
+            f"{_called(m, o)} {shown(o.accuracy)}" for m, o in zip((model, other), found, strict=True)
+        )
+        return f"{first}, {second}: {shown_difference(change)}"
 
     return explain
+
+
+def _called(model: str, outcome: Outcome) -> str:
+    return label(model) if outcome.name is None else outcome.name
 
 
 def higher_than_all(table: str, models: Sequence[str], others: Sequence[str]) -> Check:
@@ -201,7 +211,7 @@ def parameters(table: str, pairs: Sequence[tuple[str, str]], most: float, *, str
             ratio = a.parameters / b.parameters
             good &= ratio < most if strict else ratio <= most
             lines.append(
-                f"{label(model)} {a.parameters:,} parameters, {label(other)} {b.parameters:,}: "
+                f"{_called(model, a)} {a.parameters:,} parameters, {_called(other, b)} {b.parameters:,}: "
                 f"{signed(100 * (ratio - 1), 1)}%"
             )
         return Finding(Verdict.HOLDS if good else Verdict.FAILS, tuple(lines))
@@ -216,11 +226,10 @@ def fewest_parameters(table: str, models: Sequence[str], others: Sequence[str]) 
         found = _find(results, [(table, model) for model in (*models, *others)], 1)
         if isinstance(found, Finding):
             return found
-        sizes = {m: o.parameters for m, o in zip((*models, *others), found, strict=True)}
-        large, small = max(models, key=sizes.__getitem__), min(others, key=sizes.__getitem__)
-        verdict = Verdict.HOLDS if sizes[large] < sizes[small] else Verdict.FAILS
-        line = f"At most {sizes[large]:,} ({label(large)}), at least {sizes[small]:,} ({label(small)})."
-        return Finding(verdict, (line,))
+        sizes = [(o.parameters, _called(m, o)) for m, o in zip((*models, *others), found, strict=True)]
+        large, small = max(sizes[: len(models)]), min(sizes[len(models) :])
+        verdict = Verdict.HOLDS if large[0] < small[0] else Verdict.FAILS
+        return Finding(verdict, (f"At most {large[0]:,} ({large[1]}), at least {small[0]:,} ({small[1]})",))
 
     return check
 
@@ -239,4 +248,4 @@ def shown(sample: Sample) -> str:
 def shown_difference(change: Difference) -> str:
     if change.low is None or change.high is None:
         return f"difference {signed(change.value)}"
-    return f"difference {signed(change.value)}, 95% interval {signed(change.low)} to {signed(change.high)}"
+    return f"difference {signed(change.value)} ({signed(change.low)} to {signed(change.high)})"

@@ -64,6 +64,7 @@ class Picture:
     svg: bytes
     narrow: bytes  # an SVG too
     png: bytes
+    late: bool = False  # after the claims
 
 
 def require_matplotlib() -> None:
@@ -81,7 +82,7 @@ def accuracy_picture(name: str, group: Group) -> Picture:
 
     panels = [("These runs", [(row, row.outcome) for row in group.rows if row.outcome is not None])]
     printed = [(row, row.paper) for row in group.rows if row.paper is not None]
-    if printed:
+    if group.table is not None and printed:
         panels.insert(0, ("The paper", printed))
 
     def draw(figure: Figure, wide: bool) -> None:
@@ -89,7 +90,7 @@ def accuracy_picture(name: str, group: Group) -> Picture:
         grid = figure.subplots(1 if across else len(panels), 2 if across else 1, squeeze=False, sharex=True)
         for axes, (title, points) in zip(grid.flat, panels, strict=True):
             _scatter(axes, points)
-            axes.set_title(title)
+            axes.set_title(title if len(panels) > 1 else "")
             axes.set_ylabel("test accuracy, %")
             axes.set_xlabel("parameters, thousands")
             axes.xaxis.set_tick_params(labelbottom=True)
@@ -121,8 +122,9 @@ def ablation_picture(name: str, study: Study) -> Picture:
         y, ticks = 0.0, []
         for group in study.groups:
             axes.text(
-                0, y, f"{group.title}", transform=axes.get_yaxis_transform(), weight="bold", va="center"
-            )
+                0.01, y, _safe(group.title), transform=axes.get_yaxis_transform(), weight="bold", va="center",
+                in_layout=False,
+            )  # fmt: skip
             for row in group.rows:
                 if row.accuracy is not None:
                     y += 1
@@ -130,7 +132,7 @@ def ablation_picture(name: str, study: Study) -> Picture:
                     _point(axes, row, y, row.accuracy, upright=False)
             y += 1.3
         axes.set_yticks([y for y, _ in ticks], [_safe(label) for _, label in ticks])
-        axes.invert_yaxis()
+        axes.set_ylim(y - 0.6, -0.6)
         axes.grid(visible=False, axis="y")
         axes.set_xlabel("test accuracy, %")
 
@@ -149,6 +151,17 @@ def curves_picture(name: str, group: Group) -> Picture | None:
     rows = [row for row in group.rows if any(trial.epochs for trial in row.trials)]
     if not rows:
         return None
+    values = [
+        (epoch.number / len(trial.epochs), value)
+        for row in rows
+        for trial in row.trials
+        for epoch in trial.epochs
+        for value in (epoch.train, epoch.val)
+        if value is not None
+    ]
+    long = max(len(trial.epochs) for row in rows for trial in row.trials) >= 20
+    low = min(value for done, value in values if done >= 0.1 or not long)
+    high = max(value for _, value in values)
     columns = {True: min(3, len(rows)), False: min(2, len(rows))}
 
     def draw(figure: Figure, wide: bool) -> None:
@@ -157,7 +170,7 @@ def curves_picture(name: str, group: Group) -> Picture | None:
         for axes, row in zip(grid.flat, rows, strict=False):
             _curves(axes, row)
             runs = len(row.trials)
-            axes.set_title(f"{_safe(row.label)}, n = {runs}", fontsize=8.5 if wide else 7)
+            axes.set_title(f"{_safe(row.label, 36 if wide else 22)}, n = {runs}", fontsize=8.5 if wide else 7)
         for axes in list(grid.flat)[len(rows) :]:
             axes.set_visible(False)
         for column in range(columns[wide]):
@@ -166,6 +179,8 @@ def curves_picture(name: str, group: Group) -> Picture | None:
             grid[last][column].xaxis.set_tick_params(labelbottom=True)
         for line in grid:
             line[0].set_ylabel("accuracy, %")
+        margin = 0.05 * (high - low) + 0.5
+        grid[0][0].set_ylim(low - margin, high + margin)
         grid[0][0].legend(frameon=False, fontsize=7.5, loc="lower right")
 
     return _picture(
@@ -174,12 +189,14 @@ def curves_picture(name: str, group: Group) -> Picture | None:
         + ", ".join(row.label for row in rows)
         + ".",
         "Accuracy after each epoch: the mean over runs, and in the band the lowest to the highest of them. "
-        "Training accuracy is that of augmented images, while the weights still change.",
+        "Training accuracy is that of augmented images, while the weights still change."
+        + (" What comes before a tenth of the epochs may lie below the picture." if long else ""),
         draw,
         heights=(
             1.75 * math.ceil(len(rows) / columns[True]) + 0.4,
             1.6 * math.ceil(len(rows) / columns[False]) + 0.4,
         ),
+        late=True,
     )
 
 
@@ -303,18 +320,18 @@ def _candidates(centre: Sequence[float], width: float, height: float) -> Iterato
 
 def _cost(box: Box, frame: Sequence[float], taken: Sequence[Box]) -> float:
     covered = sum(
-        max(0.0, min(box[2], other[2]) - max(box[0], other[0]) + 2)
-        * max(0.0, min(box[3], other[3]) - max(box[1], other[1]) + 2)
+        max(0.0, min(box[2], other[2]) - max(box[0], other[0]) + 3)
+        * max(0.0, min(box[3], other[3]) - max(box[1], other[1]) + 3)
         for other in taken
     )
     outside = max(0.0, frame[0] - box[0]) + max(0.0, box[2] - frame[2] - 8)
     outside += max(0.0, frame[1] - box[1]) + max(0.0, box[3] - frame[3] - 8)
-    return 2 * covered + 20 * outside
+    return 8 * covered + 20 * outside
 
 
-def _safe(text: str) -> str:
-    """A label as it is: matplotlib would read formulas between dollar signs."""
-    short = text if len(text) <= 60 else text[:59] + "…"
+def _safe(text: str, longest: int = 36) -> str:
+    """A label as it is, but not too long, and no formula, which matplotlib reads between dollar signs."""
+    short = text if len(text) <= longest else text[: longest - 1] + "…"
     return re.sub(r"[\x00-\x1f\x7f]", " ", short).replace("$", r"\$")
 
 
@@ -336,6 +353,8 @@ def _picture(
     caption: str,
     draw: Callable[[Figure, bool], None],
     heights: tuple[float, float],
+    *,
+    late: bool = False,
 ) -> Picture:
     from matplotlib.figure import Figure
 
@@ -347,7 +366,7 @@ def _picture(
 
     with _style():
         wide = drawn(True)
-        return Picture(name, alt, caption, _svg(wide), _svg(drawn(False)), _png(wide))
+        return Picture(name, alt, caption, _svg(wide), _svg(drawn(False)), _png(wide), late)
 
 
 def _svg(figure: Figure) -> bytes:

@@ -12,7 +12,7 @@ from selfconv.lab.report import _tables
 from selfconv.lab.report._figures import Picture
 from selfconv.lab.report._summary import Group, Study
 
-WARNING = "These runs had less than the paper's; their accuracies do not compare with its:"
+WARNING = "Reduced: not the paper's experiment at its full size. Judge the accuracies accordingly."
 MARKS = {Verdict.HOLDS: "✓", Verdict.FAILS: "✗", Verdict.FEW: "?"}
 CLASSES = {Verdict.HOLDS: "holds", Verdict.FAILS: "fails", Verdict.FEW: "few"}
 
@@ -64,6 +64,12 @@ def claims_heading(group: Group, study: Study) -> str:
     )
 
 
+def tally(group: Group) -> str:
+    verdicts = [judged.ours.verdict for judged in group.judged]
+    counts = ", ".join(f"{n} × {verdict}" for verdict in Verdict if (n := verdicts.count(verdict)))
+    return f"{_counted(len(verdicts), 'claim')}: {counts}."
+
+
 # ---- HTML ----
 
 
@@ -83,6 +89,9 @@ def html(parts: Sequence[Part], problems: Sequence[tuple[str, str]]) -> str:
         marks=MARKS,
         classes=CLASSES,
         columns=_tables.columns,
+        sections=_tables.sections,
+        papers=_tables.PAPERS,
+        tally=tally,
         notes=_tables.notes,
         origin=_tables.origin,
         claims_heading=claims_heading,
@@ -101,11 +110,11 @@ STYLE = """
 * { box-sizing: border-box }
 body { margin: 0; background: var(--ground); color: var(--ink);
   font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif }
-main { max-width: 70rem; margin: 0 auto; padding: 2.5rem 1.5rem 4rem }
+main { max-width: 75rem; margin: 0 auto; padding: 2.5rem 1.5rem 4rem }
 h1 { font-size: 1.9rem; line-height: 1.2; margin: 0 0 .4rem }
 h2 { font-size: 1.45rem; line-height: 1.25; margin: 3rem 0 .8rem; padding-bottom: .3rem;
   border-bottom: 1px solid var(--line) }
-h3 { font-size: 1.12rem; margin: 2rem 0 .6rem }
+h3 { font-size: 1.15rem; margin: 2rem 0 .6rem } h4 { font-size: 1rem; margin: 1.6rem 0 .5rem }
 p, ul { margin: .5rem 0 }
 .lead { color: var(--faint); margin-top: 0 }
 .loud { background: var(--loud); border: 1px solid var(--loud-line); border-left-width: 6px;
@@ -113,13 +122,16 @@ p, ul { margin: .5rem 0 }
 .loud strong { display: block }
 .loud ul { margin: .3rem 0 0; padding-left: 1.2rem }
 .scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px }
-table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-numeric: tabular-nums }
-th, td { padding: .45rem .75rem; text-align: right; white-space: nowrap; border-top: 1px solid var(--line) }
-thead th { border-top: 0; background: var(--soft); vertical-align: bottom; font-weight: 600;
-  white-space: normal }
-th:first-child { text-align: left; font-weight: 600 }
-tbody th { position: sticky; left: 0; background: var(--ground) }
+table { border-collapse: separate; border-spacing: 0; width: 100%; font-size: .9rem;
+  font-variant-numeric: tabular-nums }
+th, td { padding: .45rem .65rem; text-align: right; white-space: nowrap; border-top: 1px solid var(--line) }
+thead th { border-top: 0; background: var(--soft); vertical-align: bottom; font-weight: 600 }
+thead .of { text-align: left; border-left: 1px solid var(--line); padding-bottom: 0 }
+tr > th:first-child[scope=row], th[rowspan] { text-align: left; font-weight: 600 }
+tbody th, th[rowspan] { position: sticky; left: 0 } tbody th { background: var(--ground) }
 .papers { color: var(--faint); background: var(--soft) }
+nav ul { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .3rem 1.2rem }
+a { color: var(--link) }
 .none td { color: var(--faint) }
 .notes { color: var(--faint); font-size: .86rem; padding-left: 1.1rem }
 dl { color: var(--faint); font-size: .86rem; display: grid; grid-template-columns: max-content 1fr;
@@ -167,37 +179,59 @@ TEMPLATE = """<!doctype html>
 <header>
 <h1>{{ title }}</h1>
 <p class="lead">{{ lead }}</p>
-{% for part in parts if part.study.reduced %}
+{% if parts|selectattr("study.reduced")|list %}
 <div class="loud" role="note">
-<strong>Reduced{% if parts|length > 1 %}: {{ part.study.title }}{% endif %}. {{ warning }}</strong>
+<strong>{{ warning }}</strong>
 <ul>
+{% for part in parts if part.study.reduced %}
 {% for line in part.study.reduced %}
-<li>{{ line }}</li>
+<li>{% if parts|length > 1 %}{{ part.study.title }}: {% endif %}{{ line }}</li>
+{% endfor %}
 {% endfor %}
 </ul>
 </div>
+{% endif %}
+{% if parts|length > 1 %}
+<nav aria-label="Contents"><ul>
+{% for part in parts %}
+<li><a href="#part-{{ loop.index }}">{{ part.study.title }}</a></li>
 {% endfor %}
+</ul></nav>
+{% endif %}
 </header>
 {% for part in parts %}
 {% set study = part.study %}
-<section>
-{% if parts|length > 1 %}
+{% set many = parts|length > 1 %}
+{% set level = (3 if many and study.groups|length > 1 else 2) %}
+<section id="part-{{ loop.index }}">
+{% if many %}
 <h2>{{ study.title }}</h2>
 {% endif %}
 {% if part.overview %}
 {{ figure(part.overview) }}
 {% endif %}
 {% for group in study.groups %}
-{% if study.groups|length > 1 or parts|length == 1 %}
-<h2>{{ group.title }}</h2>
+{% if study.groups|length > 1 or not many %}
+<h{{ level }}>{{ group.title if study.groups|length > 1 else "Results" }}</h{{ level }}>
 {% endif %}
 <div class="scroll" tabindex="0" role="region" aria-label="Results, {{ group.title }}">
 <table>
-<thead><tr>
-{% for column in columns(group) %}
-<th scope="col"{% if column.papers %} class="papers"{% endif %}>{{ column.heading }}</th>
+<thead>
+<tr>
+{% for name, width in sections(columns(group)) %}
+{% if loop.first %}
+<th scope="col" rowspan="2">Model</th>
+{% else %}
+<th scope="colgroup" colspan="{{ width }}" class="of{% if name == papers %} papers{% endif %}">{{ name }}</th>
+{% endif %}
 {% endfor %}
-</tr></thead>
+</tr>
+<tr>
+{% for column in columns(group)[1:] %}
+<th scope="col"{% if column.of == papers %} class="papers"{% endif %}>{{ column.heading }}</th>
+{% endfor %}
+</tr>
+</thead>
 <tbody>
 {% for row in group.rows %}
 <tr{% if not row.trials %} class="none"{% endif %}>
@@ -205,7 +239,7 @@ TEMPLATE = """<!doctype html>
 {% if loop.first %}
 <th scope="row">{{ column.cell(row) }}</th>
 {% else %}
-<td{% if column.papers %} class="papers"{% endif %}>{{ column.cell(row) }}</td>
+<td{% if column.of == papers %} class="papers"{% endif %}>{{ column.cell(row) }}</td>
 {% endif %}
 {% endfor %}
 </tr>
@@ -223,8 +257,12 @@ TEMPLATE = """<!doctype html>
 <dt>{{ name }}</dt><dd>{{ value }}</dd>
 {% endfor %}
 </dl>
+{% for picture in part.pictures[group.title] if not picture.late %}
+{{ figure(picture) }}
+{% endfor %}
 {% if group.judged %}
-<h3>{{ claims_heading(group, study) }}</h3>
+<h{{ level + 1 }}>{{ claims_heading(group, study) }}</h{{ level + 1 }}>
+<p>{{ tally(group) }}</p>
 <ol class="claims">
 {% for judged in group.judged %}
 <li>
@@ -249,7 +287,8 @@ TEMPLATE = """<!doctype html>
 </ul>
 </details>
 {% endif %}
-{% for picture in part.pictures[group.title] %}
+{% for picture in part.pictures[group.title] if picture.late %}
+<h{{ level + 1 }}>Learning curves</h{{ level + 1 }}>
 {{ figure(picture) }}
 {% endfor %}
 {% endfor %}
@@ -282,15 +321,11 @@ TEMPLATE = """<!doctype html>
 def markdown(parts: Sequence[Part], problems: Sequence[tuple[str, str]], figures: str) -> str:
     """``figures`` is the folder of the pictures, relative to the page."""
     lines = [f"# {_escaped(title_of(parts))}", "", lead_of(parts, problems), ""]
-    for part in parts:
-        study = part.study
-        if study.reduced:
-            where = f": {_escaped(study.title)}" if len(parts) > 1 else ""
-            lines += [
-                f"> **Reduced{where}. {WARNING}**",
-                ">",
-            ]
-            lines += [*(f"> - {_escaped(line)}" for line in study.reduced), ""]
+    reduced = [(part.study.title, line) for part in parts for line in part.study.reduced]
+    if reduced:
+        lines += [f"> **{WARNING}**", ">"]
+        lines += [f"> - {_escaped(f'{name}: {line}' if len(parts) > 1 else line)}" for name, line in reduced]
+        lines.append("")
     for part in parts:
         study = part.study
         if len(parts) > 1:
@@ -299,14 +334,18 @@ def markdown(parts: Sequence[Part], problems: Sequence[tuple[str, str]], figures
             lines += _figure(part.overview, figures)
         for group in study.groups:
             if len(study.groups) > 1 or len(parts) == 1:
-                lines += [f"## {_escaped(group.title)}", ""]
+                title = group.title if len(study.groups) > 1 else "Results"
+                lines += [f"{'###' if len(parts) > 1 else '##'} {_escaped(title)}", ""]
             lines += _markdown_table(group)
             lines += [f"- {_escaped(note)}" for note in _tables.notes(group)]
             lines += [f"- {name}: {_escaped(value)}" for name, value in _tables.origin(group)]
             lines.append("")
+            early, late = (
+                [p for p in part.pictures[group.title] if p.late is when] for when in (False, True)
+            )
+            lines += [line for picture in early for line in _figure(picture, figures)]
             lines += _markdown_claims(group, study)
-            for picture in part.pictures[group.title]:
-                lines += _figure(picture, figures)
+            lines += [line for picture in late for line in _figure(picture, figures)]
     if problems:
         lines += ["## Folders that were left out", ""]
         lines += [f"- {_escaped(name)}: {_escaped(reason)}" for name, reason in problems]
@@ -316,7 +355,10 @@ def markdown(parts: Sequence[Part], problems: Sequence[tuple[str, str]], figures
 
 def _markdown_table(group: Group) -> list[str]:
     columns = _tables.columns(group)
-    lines = [[column.heading for column in columns], ["---", *(["---:"] * (len(columns) - 1))]]
+    headings = [
+        f"Paper: {column.heading}" if column.of == _tables.PAPERS else column.heading for column in columns
+    ]
+    lines = [headings, ["---", *(["---:"] * (len(columns) - 1))]]
     lines += [[_escaped(column.cell(row)) for column in columns] for row in group.rows]
     return [*(f"| {' | '.join(line)} |" for line in lines), ""]
 
@@ -336,7 +378,7 @@ def _markdown_claims(group: Group, study: Study) -> list[str]:
         lines.append(
             f"| {judged.claim.sentence}<br><sub>{evidence}</sub> | **{verdict}** | {judged.papers.verdict} |"
         )
-    return [*lines, "", *(f"- {rule}" for rule in RULES), ""]
+    return [*lines, "", tally(group), "", *(f"- {rule}" for rule in RULES), ""]
 
 
 def _figure(picture: Picture, figures: str) -> list[str]:

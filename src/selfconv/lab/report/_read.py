@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from selfconv.lab import paper
 from selfconv.lab.claims import label
 from selfconv.lab.config import RunConfig
 
-PLAN = "plan.json"
+PLAN, FAILED = "plan.json", "failed.json"
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,9 @@ class Trial:
     name: str  # of its folder, from the folder that was given on
     place: Place
     config: RunConfig
+    options: tuple[
+        tuple[str, str], ...
+    ]  # in what it differs from the run that its data and model have by default
     parameters: int
     accuracy: float
     turned: float | None  # the mean over quarter turns of the test images, upright ones left out
@@ -62,10 +66,10 @@ class Trial:
         return self.config.model.name
 
 
-@dataclass(frozen=True)
+@dataclass
 class Found:
-    trials: list[Trial]
-    problems: list[tuple[str, str]]  # folder, reason
+    trials: list[Trial] = field(default_factory=list)
+    problems: list[tuple[str, str]] = field(default_factory=list)  # folder, reason
     reduced: dict[str, list[str]] = field(default_factory=dict)  # study → what its plan says was made smaller
 
 
@@ -75,38 +79,44 @@ def read(folders: Sequence[Path]) -> Found:
     Raises:
         ValueError: a folder is not there, or none of them holds a run that has finished.
     """
-    trials: dict[Path, Trial] = {}
-    problems: dict[Path, tuple[str, str]] = {}
-    reduced: dict[str, set[str]] = {}
-    for root in sorted({Path(folder).resolve() for folder in folders}):
-        if not root.is_dir():
-            given = next(f for f in folders if Path(f).resolve() == root)
-            raise ValueError(f"{given}: expected the folder of a run, or one that holds some; got no folder")
-        places: dict[Path, Place] = {}
-        for folder in _walk(root):
-            name = "/".join((root.name, *folder.relative_to(root).parts))
-            try:
-                if (folder / PLAN).is_file():
-                    plan = _object(folder / PLAN)
-                    planned = _places(plan, folder)
-                    places |= planned
-                    study = next(iter(planned.values())).study if planned else str(plan.get("plan"))
-                    reduced.setdefault(study, set()).update(map(str, plan.get("reduced", [])))
-                    for missing in (path for path in planned if not _is_run(path)):
-                        parts = missing.relative_to(root).parts if missing.is_relative_to(root) else ()
-                        problems[missing] = ("/".join((root.name, *parts)), "planned, but not begun")
-                if _is_run(folder) and folder not in trials:  # a folder above may have shown it already
-                    trials[folder] = _trial(folder, name, places.get(folder))
-            except (ValueError, OSError) as error:
-                problems[folder] = (name, _reason(error, folder))
-    kept = _distinct(sorted(trials.values(), key=lambda trial: trial.name), problems)
-    listed = sorted(problems.values())
-    if not kept:
-        names = ", ".join(str(folder) for folder in folders)
-        why = f"; {listed[0][0]}: {listed[0][1]}" if listed else ""
-        more = f", and {len(listed) - 1} more" if len(listed) > 1 else ""
-        raise ValueError(f"expected at least one run that has finished in {names or 'no folder'}{why}{more}")
-    return Found(kept, listed, {study: sorted(lines) for study, lines in reduced.items()})
+    for folder in folders:
+        if not Path(folder).is_dir():
+            raise ValueError(f"{folder}: expected the folder of a run, or one that holds some; got no folder")
+    roots = {Path(folder).resolve() for folder in folders}
+    found = Found()
+    for root in sorted(root for root in roots if not roots & {*root.parents}):
+        _collect(root, found)
+    found.trials.sort(key=lambda trial: trial.name)
+    _keep_distinct(found)
+    found.problems.sort()
+    if not found.trials:
+        given, [first, *more] = ", ".join(map(str, folders)), found.problems or [("", "")]
+        why = f"; {first[0]}: {first[1]}" if first[0] else ""
+        also = f", and {len(more)} more" if more else ""
+        raise ValueError(f"expected at least one run that has finished in {given or 'no folder'}{why}{also}")
+    return found
+
+
+def _collect(root: Path, found: Found) -> None:
+    places: dict[Path, Place] = {}
+    for folder in _walk(root):
+        name = "/".join((root.name, *folder.relative_to(root).parts))
+        try:
+            if (folder / PLAN).is_file():
+                plan = _object(folder / PLAN)
+                planned = _places(plan, folder)
+                places |= planned
+                lines = found.reduced.setdefault(_study(plan), [])
+                lines += [line for line in map(str, plan.get("reduced", [])) if line not in lines]
+                for path in (path for path in planned if not _is_run(path)):
+                    shown = "/".join((name, *Path(os.path.relpath(path, folder)).parts))
+                    reason = _failure(path) or "planned, but not begun"
+                    found.problems.append((shown, _without_places(reason, path)))
+            if _is_run(folder):
+                found.trials.append(_trial(folder, name, places.get(folder)))
+        except (ValueError, OSError) as error:
+            system = error.strerror if isinstance(error, OSError) else None
+            found.problems.append((name, _without_places(system or str(error), folder)))
 
 
 def _walk(root: Path) -> Iterator[Path]:
@@ -121,19 +131,16 @@ def _is_run(folder: Path) -> bool:
     return (folder / "config.json").is_file() or (folder / "record.json").is_file()
 
 
-def _distinct(trials: list[Trial], problems: dict[Path, tuple[str, str]]) -> list[Trial]:
+def _keep_distinct(found: Found) -> None:
     """One trial of each seed: the same run again is no new evidence."""
     kept: dict[tuple[Any, ...], Trial] = {}
-    for trial in trials:
-        place = trial.place
-        key = (place.study, place.group, place.label, trial.model, options(trial.config), trial.config.seed)
+    for trial in found.trials:
+        place, config = trial.place, trial.config
+        key = (place.study, place.group, place.label, config.model.name, trial.options, config.seed)
         first = kept.setdefault(key, trial)
         if first is not trial:
-            problems[Path(trial.name)] = (
-                trial.name,
-                f"the same options and seed as {first.name}; counted once",
-            )
-    return list(kept.values())
+            found.problems.append((trial.name, f"the same options and seed as {first.name}; counted once"))
+    found.trials = list(kept.values())
 
 
 # ---- one file ----
@@ -169,21 +176,25 @@ def _places(plan: dict[str, Any], folder: Path) -> dict[Path, Place]:
         raise ValueError(f"{PLAN}: expected the name of a plan and its trials; got something else")
     if not isinstance(plan.get("reduced", []), list):
         raise ValueError(f"{PLAN}: reduced: expected a list of sentences; got {plan['reduced']!r}")
-    name, data = plan["plan"], str(plan.get("data", ""))
+    data = str(plan.get("data", ""))
     places = {}
     for order, trial in enumerate(trials):
         if not isinstance(trial, dict) or not isinstance(trial.get("folder"), str):
             raise ValueError(f"{PLAN}: trials: expected objects that name a folder; got {trial!r}")
         model = str(trial.get("model", ""))
         places[(folder / trial["folder"]).resolve()] = Place(
-            study=f"plan {name}",
-            title=str(plan.get("title", name)),
+            study=_study(plan),
+            title=str(plan.get("title", plan["plan"])),
             data=data,
             group=str(trial.get("group", data)),
             label=str(trial.get("label", label(model))),
             order=(order,),
         )
     return places
+
+
+def _study(plan: dict[str, Any]) -> str:
+    return f"plan {plan['plan']}"
 
 
 def _trial(folder: Path, name: str, place: Place | None) -> Trial:
@@ -194,7 +205,11 @@ def _trial(folder: Path, name: str, place: Place | None) -> Trial:
     data = record.get("data")
     if not isinstance(data, dict) or not isinstance(data.get("name"), str):
         raise ValueError(f"data: expected the description of a data set; got {data!r}")
-    images = data.get("images")
+    images, own = data.get("images"), _options(config, data["name"])
+    if place is None:
+        place = _bare(config, own, data["name"])
+    elif not place.data:
+        place = replace(place, data=data["name"])
     measured = record | (_object(path) if (path := folder / "evaluation.json").is_file() else {})
     under = measured.get("accuracy_under")
     turns = (
@@ -202,17 +217,16 @@ def _trial(folder: Path, name: str, place: Place | None) -> Trial:
     )
     return Trial(
         name=name,
-        place=_bare(config, data["name"])
-        if place is None
-        else replace(place, data=place.data or data["name"]),
+        place=place,
         config=config,
+        options=own,
         parameters=int(_number(record, "parameters", 1)),
         accuracy=100 * _number(record, "test_accuracy", 0, 1),
         turned=100 * sum(turns) / len(turns) if turns else None,
         equivariance_error=_optional(measured, "equivariance_error"),
         images_per_second=_optional(record, "images_per_second"),
         seconds=_optional(record, "train_seconds"),
-        images={str(k): int(v) for k, v in images.items()} if isinstance(images, dict) else {},
+        images={k: v for k, v in images.items() if isinstance(v, int)} if isinstance(images, dict) else {},
         epochs=_epochs(folder / "metrics.jsonl"),
         machine=_machine(record.get("machine")),
         versions=_versions(record.get("versions")),
@@ -223,28 +237,35 @@ def _trial(folder: Path, name: str, place: Place | None) -> Trial:
 def _unfinished(folder: Path) -> str:
     try:
         done = len(_epochs(folder / "metrics.jsonl"))
-        return f"not finished: {done} of {RunConfig.load(folder).recipe.epochs} epochs"
+        progress = f"not finished: {done} of {RunConfig.load(folder).recipe.epochs} epochs"
     except (ValueError, OSError):
-        return "not finished"
+        progress = "not finished"
+    failure = _failure(folder)
+    return progress if failure is None else f"{progress}; {failure}"
 
 
-def _bare(config: RunConfig, data: str) -> Place:
+def _failure(folder: Path) -> str | None:
+    """What a plan noted when a run failed."""
+    if not (folder / FAILED).is_file():
+        return None
+    return f"failed: {_object(folder / FAILED).get('error')}"
+
+
+def _bare(config: RunConfig, options: tuple[tuple[str, str], ...], data: str) -> Place:
     """Of a run that no plan knows: with those trained alike on the same data, depth 83 apart."""
     table = paper.table_of(data, config.model.name)
     title = paper.TABLES[table].title if table is not None else data
-    model = vars(config.model)
-    recipe = ", ".join(f"{key} {value}" for key, value in options(config) if key not in model)
+    recipe = ", ".join(f"{key} {value}" for key, value in options if key not in vars(config.model))
     group = f"{title}, {recipe}" if recipe else title
     return Place(study=table or data, title=title, data=data, group=group, label="", planned=False)
 
 
-def options(config: RunConfig) -> tuple[tuple[str, str], ...]:
-    """In what a run differs from the one that its data set and model have by default: name and value."""
-    base = RunConfig.of(config.data.source, config.model.name)
+def _options(config: RunConfig, data: str) -> tuple[tuple[str, str], ...]:
+    base = RunConfig.of(data, config.model.name)
     found = []
     for part in ("model", "data", "recipe"):
         ours, theirs = vars(getattr(config, part)), vars(getattr(base, part))
-        found += [(key, _value(value)) for key, value in ours.items() if value != theirs[key]]
+        found += [(k, _value(v)) for k, v in ours.items() if v != theirs[k] and k != "source"]
     return tuple(found)
 
 
@@ -275,8 +296,9 @@ def _machine(found: Any) -> str:
     if not isinstance(found, dict):
         return "machine not recorded"
     device = found.get("device")
-    parts = [str(found.get("cpu", "unknown processor")), f"{found.get('cores', '?')} cores"]
-    parts += [f"{found.get('threads', '?')} threads", str(found.get("system", "unknown system"))]
+    parts = [str(found.get("cpu", "unknown processor"))]
+    parts += [f"{name}: {found[name]}" for name in ("cores", "threads") if name in found]
+    parts.append(str(found.get("system", "unknown system")))
     return ", ".join(parts if device in (None, "cpu") else [str(device), *parts])
 
 
@@ -286,7 +308,7 @@ def _versions(found: Any) -> str:
     return ", ".join(f"{package} {number}" for package, number in found.items())
 
 
-def _reason(error: Exception, folder: Path) -> str:
-    """In a line, without the place on this machine."""
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return " ".join(text.replace(f"{folder}{os.sep}", "").split())
+def _without_places(text: str, folder: Path) -> str:
+    """In a line, without places on a machine: of a path only the end is told."""
+    text = re.sub(r"(?<![\w.])/(?:[^\s/;,:]+/)+", "…/", text.replace(f"{folder}{os.sep}", ""))
+    return " ".join(text.split())

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from selfconv.lab import paper
-from selfconv.lab.claims import Claim, Finding, Outcome, label
+from selfconv.lab.claims import TITLES, Claim, Finding, Outcome, label
 from selfconv.lab.config import RunConfig, paper_recipe
-from selfconv.lab.report._read import Found, Trial, options
+from selfconv.lab.report._read import Found, Trial
 from selfconv.lab.samples import Difference, Sample, difference
 
 Options = tuple[tuple[str, str], ...]
@@ -59,7 +59,7 @@ class Row:
     def outcome(self) -> Outcome | None:
         if self.accuracy is None or self.parameters is None:
             return None
-        return Outcome(self.accuracy, self.parameters)
+        return Outcome(self.accuracy, self.parameters, self.label)
 
 
 def _sample(values: Iterable[float | None]) -> Sample | None:
@@ -148,12 +148,12 @@ def _order(trial: Trial) -> tuple[object, ...]:
     models = list(paper.TABLES["cifar10"].rows)
     depth29 = trial.model.replace("resnet83", "resnet29")
     rank = models.index(depth29) if depth29 in models else len(models)
-    own = (trial.place.group, rank, trial.model, options(trial.config))
+    own = (trial.place.group, rank, trial.model, trial.options)
     return (trial.place.study, trial.place.order, *own, trial.config.seed, trial.name)
 
 
 def _group(title: str, trials: Sequence[Trial]) -> Group:
-    given = [options(trial.config) for trial in trials]
+    given = [trial.options for trial in trials]
     shared = tuple(option for option in given[0] if all(option in each for each in given))
     rows = tuple(
         Row(name, part[0].model, tuple(part), _table(part[0]))
@@ -163,13 +163,13 @@ def _group(title: str, trials: Sequence[Trial]) -> Group:
     table = tables.pop() if len(tables) == 1 else None
     if table is not None:
         rows = _beside_the_papers(rows, table)
-    return Group(title, rows, shared, table)
+    return Group(TITLES.get(title, title), rows, shared, table)
 
 
 def _label(trial: Trial, shared: Options) -> str:
     if trial.place.planned:
         return trial.place.label
-    own = [f"{key} {value}" for key, value in options(trial.config) if (key, value) not in shared]
+    own = [f"{key} {value}" for key, value in trial.options if (key, value) not in shared]
     return label(trial.model) + (f" ({', '.join(own)})" if own else "")
 
 
@@ -228,7 +228,7 @@ def _plural(word: str, count: int) -> str:
 
 
 def _judge(group: Group, everything: Sequence[Group]) -> tuple[Judged, ...]:
-    """The paper's claims for this table; those for CIFAR-10 if it is a line-up on other data."""
+    """The paper's claims for this table; elsewhere those for CIFAR-10, as far as the models are there."""
     if not group.line_up:
         return ()
     results = {group.table or "cifar10": group.outcomes}
@@ -238,5 +238,5 @@ def _judge(group: Group, everything: Sequence[Group]) -> tuple[Judged, ...]:
             results[table] = others[0]
     printed = {name: table.rows for name, table in paper.TABLES.items()}
     claims = [claim for claim in paper.CLAIMS if claim.table == (group.table or "cifar10")]
-    judged = [Judged(claim, claim.check(results), claim.check(printed)) for claim in claims]
-    return tuple(judged)
+    judged = (Judged(claim, claim.check(results), claim.check(printed)) for claim in claims)
+    return tuple(each for each in judged if group.table is not None or not each.ours.absent)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from selfconv.lab import paper
 from selfconv.lab.claims import signed
@@ -17,40 +18,53 @@ NONE = "–"
 class Column:
     heading: str
     cell: Callable[[Row], str]
-    papers: bool = False  # the paper's number, not ours
+    of: str = ""  # what it belongs to: our runs, the paper, …
+
+
+OURS, PAPERS, BOTH = "These runs", "The paper", "Difference"
 
 
 def columns(group: Group) -> list[Column]:
     """Those that say something for at least one row."""
     found = [
         Column("Model", lambda row: row.label),
-        Column("Accuracy, %", lambda row: _mean(row.accuracy)),
-        Column("n", lambda row: str(len(row.trials))),
-        Column("Parameters", lambda row: _count(row.parameters)),
+        Column("Accuracy, %", lambda row: _mean(row.accuracy), OURS),
+        Column("n", lambda row: str(len(row.trials)), OURS),
+        Column("Parameters", lambda row: _count(row.parameters), OURS),
     ]
-    if any(row.paper for row in group.rows):
-        found += [
-            Column(
-                "Paper: accuracy, %",
-                lambda row: _mean(row.paper.accuracy if row.paper else None),
-                papers=True,
-            ),
-            Column("n", lambda row: str(row.paper.accuracy.n) if row.paper else NONE, papers=True),
-            Column(
-                "Parameters",
-                lambda row: f"{row.paper.parameters // 1000}k" if row.paper else NONE,
-                papers=True,
-            ),
-            Column("Ours − paper", lambda row: signed(row.difference.value) if row.difference else NONE),
-            Column("95% interval", _interval),
-        ]
     if any(row.turned for row in group.rows):
-        found.append(Column("Accuracy on turned images, %", lambda row: _mean(row.turned)))
+        found.append(Column("Turned images, %", lambda row: _mean(row.turned), OURS))
     if any(row.equivariance_error is not None for row in group.rows):
-        found.append(Column("Equivariance error", _error))
+        found.append(Column("Equivariance error", _error, OURS))
     if any(row.images_per_second for row in group.rows):
-        found.append(Column("Training images/s", _speed))
+        found.append(Column("Training images/s", _speed, OURS))
+    if compared(group):
+        found += [
+            Column("Accuracy, %", lambda row: _mean(row.paper.accuracy if row.paper else None), PAPERS),
+            Column("n", lambda row: str(row.paper.accuracy.n) if row.paper else NONE, PAPERS),
+            Column("Parameters", _printed, PAPERS),
+            Column(
+                "Ours − paper",
+                lambda row: signed(row.difference.value) if row.difference else NONE,
+                BOTH,
+            ),
+            Column("95% interval", _interval, BOTH),
+        ]
     return found
+
+
+def compared(group: Group) -> bool:
+    """Whether the paper has numbers beside these."""
+    return group.table is not None and any(row.paper for row in group.rows)
+
+
+def sections(columns: Sequence[Column]) -> list[tuple[str, int]]:
+    """What neighbouring columns belong to, and how many they are."""
+    return [(name, len(list(part))) for name, part in groupby(columns, lambda column: column.of)]
+
+
+def _printed(row: Row) -> str:
+    return f"{row.paper.parameters // 1000}k" if row.paper else NONE
 
 
 def _mean(sample: Sample | None) -> str:
@@ -73,7 +87,8 @@ def _interval(row: Row) -> str:
 
 
 def _error(row: Row) -> str:
-    return NONE if row.equivariance_error is None else f"{row.equivariance_error:.1e}"
+    error = row.equivariance_error
+    return NONE if error is None else f"{error:.2f}" if error >= 0.01 else f"{error:.1e}"
 
 
 def _speed(row: Row) -> str:
@@ -83,17 +98,17 @@ def _speed(row: Row) -> str:
 def notes(group: Group) -> list[str]:
     """What stands under a table: how to read it."""
     found = ["Accuracy is that of the test images after the last epoch: mean ± sample deviation over n runs."]
-    if any(row.paper for row in group.rows):
+    if compared(group):
         found.append(
             "The interval of the difference is Welch's, from both means, deviations and n; the paper's "
             "deviations are taken as sample deviations. A single run has no deviation, and no interval."
         )
     elif group.table is None:
-        found.append("The paper has no results for these runs.")
+        found.append("The paper has no table of these runs.")
     if group.table is not None and paper.TABLES[group.table].note:
         found.append(paper.TABLES[group.table].note)
     if any(row.turned for row in group.rows):
-        found.append("Turned images: the mean over turns of the test images by 90°, 180° and 270°.")
+        found.append("Turned images: the mean accuracy on the test images turned by 90°, 180° and 270°.")
     if any(row.equivariance_error is not None for row in group.rows):
         found.append("Equivariance error: the largest of all runs.")
     if group.shared:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from signal import SIGINT
@@ -134,8 +134,9 @@ def check(plan: Plan, out: Path, data: Dataset) -> None:
     from selfconv.lab._trainer import build_model
 
     info = DataInfo.of(data)
-    for trials in plan.lines.values():
-        build_model(trials[0].config, info)
+    with _without_size_warnings():
+        for trials in plan.lines.values():
+            build_model(trials[0].config, info)
     if out.exists() and not out.is_dir():
         raise RunError(f"{out}: expected a folder to write to; got a file")
     if (out / PLAN).is_file():
@@ -198,10 +199,16 @@ def run_trial(config: RunConfig, folder: Path, watch: Watch | None = None) -> di
     from selfconv.lab.training import train
 
     (folder / FAILED).unlink(missing_ok=True)
-    with warnings.catch_warnings():
-        # of strided p4 models, in every one of their runs: the evaluation measures it
-        warnings.filterwarnings("ignore", message=".* only approximately")
+    with _without_size_warnings():
         record = train(config, folder, resume=True, quiet=True, watch=watch)
         if not (folder / "evaluation.json").is_file():
             evaluate_run(Run.open(folder), picture=False)
     return record
+
+
+@contextmanager
+def _without_size_warnings() -> Iterator[None]:
+    """Strided p4 models warn of their inexactness in every run; here it is measured."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* only approximately")
+        yield

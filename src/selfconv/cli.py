@@ -181,6 +181,27 @@ def demo(*, out: Path = Path("out/demo")) -> None:
     run_demo(out)
 
 
+def explore(
+    run: Positional[Annotated[Path | None, arg(metavar="RUN")]] = None,
+    /,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 7860,
+    open: bool = True,
+) -> None:
+    """Look into a model on a page: click a pixel and see its filters, turn the image and watch.
+
+    Args:
+        run: Folder of a run; without one, the models for digits that come with the package.
+        host: Address to listen on; any but 127.0.0.1 lets others use the page.
+        port: Port to listen on; 0 for any that is free.
+        open: Show the page in the browser.
+    """
+    from selfconv.explorer import explore as serve
+
+    serve(run, host=host, port=port, open_page=open)
+
+
 # ---- train: its options are those of a run, and their defaults depend on some of them ----
 
 
@@ -256,6 +277,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "audit": audit,
     "bench": bench,
     "figures": figures,
+    "explore": explore,
     "demo": demo,
 }
 

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS := app,cluster,dev,docs,onnx,plot,timm,train,triton
 
-.PHONY: install demo test test-long docs dist lint typecheck format clean
+.PHONY: install browser demo test test-long docs dist lint typecheck format clean
 
 install: $(VENV)/.installed
 
@@ -14,10 +14,17 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
 	@touch $@
 
+# for the tests of `selfconv explore`
+browser:
+	@command -v chromium >/dev/null || { \
+		sudo=$$(test "$$(id -u)" = 0 || echo sudo); \
+		$$sudo apt-get update && $$sudo apt-get install -y --no-install-recommends chromium; \
+	}
+
 demo: install
 	$(BIN)/selfconv demo
 
-test: lint typecheck
+test: lint typecheck browser
 	$(BIN)/python -m pytest -n 2
 
 # every property test on many more cases, new ones each time; says how many random calls there were (2,000 and more)

@@ -3,8 +3,8 @@
 Blocks of a page are run in order, in one folder: ``python`` in one namespace, ``console`` as typed after
 the ``$``. What a page shows as output is compared: below a command, and in a ``text`` block that follows a
 ``python`` block at once. There ``...`` stands for anything, as in doctest. A command must succeed, unless the
-page shows its exit code by ``$ echo $?``. Blocks of ``sh`` or ``bash`` are not run, being for real
-data or hours; their options are checked.
+page shows its exit code by ``$ echo $?``. Blocks of ``sh``, ``bash`` and ``py`` are not run, being
+for real data or hours; their options, or syntax, are checked.
 """
 
 from __future__ import annotations

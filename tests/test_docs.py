@@ -42,6 +42,13 @@ def test_commands_that_take_longer_have_these_options(args: list[str], elsewhere
     check_options(args)
 
 
+def test_python_that_needs_data_compiles() -> None:
+    for page in PAGES:
+        for block in blocks(page):
+            if block.kind == "py":
+                compile(block.text, str(page), "exec")
+
+
 def test_make_has_the_targets_that_pages_name() -> None:
     named = re.findall(
         r"^make (\S+)|`make (\S+?)`", "".join(page.read_text() for page in PAGES), re.MULTILINE

@@ -230,6 +230,7 @@ MISSING = {  # command, {run} being the folder of a run: the extra that it needs
     "export {run} --to model.onnx": "onnx",
     "bench --quick --out out": "plot",
     "figures digits_asc --out out": "plot",
+    "explore": "app",
     "report {run}": "plot",
     "reproduce demo --engine ray": "cluster",
     "reproduce demo": "train",

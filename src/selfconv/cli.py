@@ -271,6 +271,27 @@ def _command(*parts: str | Mapping[str, object]) -> str:
     return shlex.join(words)
 
 
+def explore(
+    run: Positional[Annotated[Path | None, arg(metavar="RUN")]] = None,
+    /,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 7860,
+    open: bool = True,
+) -> None:
+    """Look into a model on a page: click a pixel and see its filters, turn the image and watch.
+
+    Args:
+        run: Folder of a run; without one, the models for digits that come with the package.
+        host: Address to listen on; any but 127.0.0.1 lets others use the page.
+        port: Port to listen on; 0 for any that is free.
+        open: Show the page in the browser.
+    """
+    from selfconv.explorer import explore as serve
+
+    serve(run, host=host, port=port, open_page=open)
+
+
 # ---- train: its options are those of a run, and their defaults depend on some of them ----
 
 
@@ -346,6 +367,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "audit": audit,
     "bench": bench,
     "figures": figures,
+    "explore": explore,
     "reproduce": reproduce,
     "report": report,
     "demo": demo,

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS := app,cluster,dev,docs,onnx,plot,timm,train,triton
 
-.PHONY: install demo test test-long lint typecheck format clean
+.PHONY: install browser demo test test-long docs dist lint typecheck format clean
 
 install: $(VENV)/.installed
 
@@ -14,14 +14,28 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
 	@touch $@
 
+# for the tests of `selfconv explore`
+browser:
+	@command -v chromium >/dev/null || { \
+		sudo=$$(test "$$(id -u)" = 0 || echo sudo); \
+		$$sudo apt-get update && $$sudo apt-get install -y --no-install-recommends chromium; \
+	}
+
 demo: install
 	$(BIN)/selfconv demo
 
-test: lint typecheck
+test: lint typecheck browser
 	$(BIN)/python -m pytest -n 2
 
+# every property test on many more cases, new ones each time; says how many random calls there were (2,000 and more)
 test-long: install
-	SELFCONV_TEST_EFFORT=15 $(BIN)/python -m pytest -n 2 tests/test_ops.py tests/test_numba.py tests/test_nn.py
+	SELFCONV_TEST_EFFORT=15 $(BIN)/python -m pytest -n 2 tests/test_fuzz.py tests/test_groups.py tests/test_data_archives.py
+
+docs: install
+	$(BIN)/python -m sphinx --fresh-env --write-all --fail-on-warning --keep-going --nitpicky docs docs/_build/html
+
+dist: install
+	$(BIN)/python -m build --no-isolation
 
 lint: install
 	$(BIN)/ruff check .
@@ -35,4 +49,4 @@ format: install
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist docs/_build .mypy_cache .pytest_cache .ruff_cache

@@ -72,6 +72,21 @@ class TestSplit:
         assert len(data.val) == round(1438 * validation)
         assert len(data.train) + len(data.val) == 1438
 
+    @pytest.mark.parametrize("count", [100, 1294])
+    def test_fewer_to_train_on(self, count: int) -> None:
+        data = load_data("digits")
+        fewer, whole, part = data.with_fewer(count, 0), contents(data), contents(data.with_fewer(count, 0))
+        assert len(fewer.train) == count
+        assert set(part["train"]) <= set(whole["train"])
+        assert (part["val"], part["test"], fewer.digest) == (whole["val"], whole["test"], data.digest)
+        share = torch.bincount(data.train.labels) * count / 1294
+        assert ((torch.bincount(fewer.train.labels) - share).abs() < 1).all()
+
+    @pytest.mark.parametrize("count", [9, 0, -1, 1295])
+    def test_too_few_or_many_to_train_on(self, count: int) -> None:
+        with pytest.raises(DataError, match=f"subset: expected from 10 images, .* all 1294 .*; got {count}"):
+            load_data("digits").with_fewer(count, 0)
+
     def test_digest_pins_the_contents_and_not_the_split(self) -> None:
         data = load_data("digits")
         assert load_data("digits", seed=3, validation=0.3).digest == data.digest

@@ -155,11 +155,12 @@ def test_initialisation_is_the_papers(name: str) -> None:
 def test_every_override_reaches_the_network() -> None:
     model = create_model(
         "resnet29_asc", 7, 1, group=P4, widths=[8, 8, 16], depth=20, kernel_size=3, num_heads=4, psi="dense",
-        scale="width", downsample="stride", pool="max",
+        affine="psi", scale="width", downsample="stride", pool="max",
     )  # fmt: skip
     layer = model.get_submodule("stages.2.1.spatial.conv")
     assert (model.group, layer.group) == (get_group("p4"), P4)
     assert (layer.in_channels, layer.kernel_size, layer.num_heads, layer.psi) == (16, 3, 4, "dense")
+    assert layer.affine == "psi"
     assert layer.scale == 1 / 16
     assert len(model.stages) == 3
     assert [len(list(stage.children())) for stage in model.stages] == [2, 2, 2]
@@ -331,8 +332,15 @@ def test_a_name_like_none_of_them() -> None:
         ("resnet29", {"widths": 16}, "widths: expected three positive integers; got 16"),
         ("resnet29", {"kernel_size": 4}, "kernel_size: expected an odd integer; got 4"),
         ("resnet29", {"downsample": "max"}, "downsample: expected one of 'stride', 'pool'; got 'max'"),
-        ("resnet29", {"pool": "avg"}, "pool: expected one of 'mean', 'max'; got 'avg'"),
+        ("resnet29", {"pool": "avg"}, "pool: expected one of 'mean', 'max', 'group_max'; got 'avg'"),
         ("resnet29_asc", {"psi": "full"}, "psi: expected one of 'channel', 'dense'; got 'full'"),
+        ("resnet29_asc", {"affine": "ψ"}, "affine: expected one of 'both', 'psi', 'beta'; got 'ψ'"),
+        ("resnet29_sasa", {"affine": "beta"}, "affine='beta' needs spatial='asc'; got spatial='sasa'"),
+        (
+            "resnet29_asc",
+            {"affine": "beta", "psi": "dense"},
+            "affine='beta' has no ψ; expected psi='channel'",
+        ),
         ("resnet29", {"spatial": "conv3"}, "spatial: expected one of 'conv', 'asc', 'simple_asc', 'sasa'"),
         ("resnet29", {"squeeze_excite": 16}, "squeeze_excite: expected True or False; got 16"),
         (

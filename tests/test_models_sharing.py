@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from model_helpers import TINY, channels_last, tiny
 from safetensors.torch import load_file
 
-from selfconv.models import ResNet, create_model, fold_batch_norm, list_models, registry
+from selfconv.models import ResNet, create_model, fold_batch_norm, list_models, list_pretrained, registry
 from selfconv.models._sharing import load_weights
 
 IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -255,6 +255,22 @@ def test_config_json_holds_every_option(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     assert config == {
         "depth": 11, "group": "z2", "spatial": "asc", "squeeze_excite": False, "widths": [4, 4, 8],
-        "kernel_size": 3, "num_heads": 2, "psi": "channel", "scale": "head", "downsample": "pool",
-        "in_channels": 3, "num_classes": 10, "pool": "mean",
+        "kernel_size": 3, "num_heads": 2, "psi": "channel", "affine": "both", "scale": "head",
+        "downsample": "pool", "in_channels": 3, "num_classes": 10, "pool": "mean",
     }  # fmt: skip
+
+
+def test_weights_with_a_name_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(registry, "WEIGHTS", tmp_path)
+    model = tiny("p4resnet29_asc", num_classes=4, in_channels=1)
+    model.save_pretrained(tmp_path / "mine")
+    assert list_pretrained() == ["mine"]
+    assert "mine" not in list_models()
+    assert create_model("mine", pretrained=True).config == model.config
+    assert create_model("mine", 3, pretrained=True).num_classes == 3
+    with pytest.raises(
+        ValueError, match="'mine' is a model with its weights; expected pretrained=True for it"
+    ):
+        create_model("mine")
+    with pytest.raises(ValueError, match="unknown model 'yours'"):
+        create_model("yours", pretrained=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import GROUPS, in_memory_format
+from cases import GROUPS, Layout, channels_last, contiguous, strided
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -40,6 +40,12 @@ LAYERS: dict[str, Make] = {
     "asc": lambda **k: AffineSelfConv2d(4, 6, 5, num_heads=2, **k),
     "asc_key_channels": lambda **k: AffineSelfConv2d(4, 6, 3, num_heads=2, key_channels=8, bias=True, **k),
     "asc_dense": lambda **k: AffineSelfConv2d(4, 6, 3, num_heads=2, psi="dense", **k),
+    "asc_psi": lambda **k: AffineSelfConv2d(4, 6, 5, num_heads=2, affine="psi", **k),
+    "asc_psi_dense": lambda **k: AffineSelfConv2d(4, 6, 3, num_heads=2, psi="dense", affine="psi", **k),
+    "asc_beta": lambda **k: AffineSelfConv2d(4, 6, 5, num_heads=2, affine="beta", **k),
+    "asc_beta_stride": lambda **k: AffineSelfConv2d(
+        4, 6, 3, stride=2, num_heads=2, affine="beta", qkv_bias=False, **k
+    ),
     "asc_stride": lambda **k: AffineSelfConv2d(4, 6, 3, stride=2, num_heads=2, qkv_bias=False, **k),
     "simple_asc": lambda **k: SimpleAffineSelfConv2d(4, 6, 5, num_heads=2, **k),
     "simple_asc_dense": lambda **k: SimpleAffineSelfConv2d(4, 6, 3, num_heads=2, psi="dense", **k),
@@ -60,6 +66,7 @@ LAYERS: dict[str, Make] = {
     "max_pool": lambda **k: SpatialPool2d(2, "max", group=k["group"]),
     "global_mean": lambda **k: GlobalPool("mean", group=k["group"]),
     "global_max": lambda **k: GlobalPool("max", group=k["group"]),
+    "global_group_max": lambda **k: GlobalPool("group_max", group=k["group"]),
 }
 every_layer = pytest.mark.parametrize("name", LAYERS)
 every_group = pytest.mark.parametrize("group", [*GROUPS, C2], ids=str)
@@ -103,13 +110,13 @@ def test_equivariant_to_shifts(name: str, group: str) -> None:
 def test_memory_formats_agree_and_are_kept(name: str, group: str | Group) -> None:
     layer = LAYERS[name](group=group, dtype=torch.float64)
     x = features(layer, group, torch.float64)
-    y, y_last = layer(x), layer(in_memory_format(x, "channels_last"))
+    y, y_last = layer(x), layer(channels_last(x))
     torch.testing.assert_close(y_last, y, rtol=0, atol=1e-10)
     if y.dim() > 3 and name not in ("group_pool_mean", "group_pool_max"):
         assert y.is_contiguous()
-        if not name.startswith(("asc_dense", "simple_asc_dense")):  # eager: contiguous
+        if not name.endswith("_dense"):  # eager: contiguous
             assert y_last.stride(1) == 1
-    torch.testing.assert_close(layer(in_memory_format(x, "strided")), y, rtol=0, atol=1e-10)
+    torch.testing.assert_close(layer(strided(x)), y, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -134,10 +141,17 @@ def heads_map(out: Tensor, layer: LocalAttention2d) -> Tensor:
     return reference.group_convolution(out, w, layer.group)
 
 
-@pytest.mark.parametrize("psi", ["channel", "dense"])
+@pytest.mark.parametrize(
+    ("psi", "affine"),
+    [("channel", "both"), ("dense", "both"), ("channel", "psi"), ("dense", "psi"), ("channel", "beta")],
+)
 @pytest.mark.parametrize("group", GROUPS)
-def test_asc_is_equations_17_to_20(group: str, psi: str) -> None:
-    layer = AffineSelfConv2d(2, 4, 3, num_heads=2, group=group, psi=psi, dtype=torch.float64)  # type: ignore[arg-type]
+def test_asc_is_equations_17_to_20(group: str, psi: Any, affine: Any) -> None:
+    """What ``affine`` leaves out is in the equations a ψ that is 1 at the identity, or a β that is 0."""
+    layer = AffineSelfConv2d(2, 4, 3, num_heads=2, group=group, psi=psi, affine=affine, dtype=torch.float64)
+    names = {name for name, _ in layer.named_parameters()} - {"w_in", "b_in", "w_out"}
+    kept = ("psi", "beta") if affine == "both" else (affine,)
+    assert names == {f"{filters}_{feature}" for filters in kept for feature in "qkv"}
     assert layer.b_in is not None
     nn.init.normal_(layer.b_in)
     g = layer.group
@@ -146,12 +160,14 @@ def test_asc_is_equations_17_to_20(group: str, psi: str) -> None:
     b_q, b_k, b_v = layer.b_in.reshape(3, 4)
     q, k, v = (reference.group_linear_map(x, w, b, g) for w, b in ((w_q, b_q), (w_k, b_k), (w_v, b_v)))
     shape = (4, 4, len(g), 3, 3) if psi == "dense" else (4, len(g), 3, 3)
-    psi_q = layer.psi_q.reshape(*shape[:-2])
-    query = reference.group_query(q, psi_q, layer.beta_q, g)
-    out = reference.group_asc(
-        query, k, v, layer.psi_k.reshape(shape), layer.beta_k, layer.psi_v.reshape(shape), layer.beta_v,
-        g, 2, layer.scale,
-    )  # fmt: skip
+    one, none = torch.zeros(shape, dtype=torch.float64), torch.zeros(4, 3, 3, dtype=torch.float64)
+    one[:, 0] = 1  # where there is no ψ: never if it is dense
+    psi_q = one[..., 0, 0] if layer.psi_q is None else layer.psi_q.reshape(shape[:-2])
+    psi_k, psi_v = (one if p is None else p.reshape(shape) for p in (layer.psi_k, layer.psi_v))
+    beta_q = none[:, 0, 0] if layer.beta_q is None else layer.beta_q
+    beta_k, beta_v = (none if b is None else b for b in (layer.beta_k, layer.beta_v))
+    query = reference.group_query(q, psi_q, beta_q, g)
+    out = reference.group_asc(query, k, v, psi_k, beta_k, psi_v, beta_v, g, 2, layer.scale)
     batch = x[None] if len(g) > 1 else x[None, :, 0]
     torch.testing.assert_close(layer(batch).reshape(out.shape), heads_map(out, layer), rtol=0, atol=1e-10)
 
@@ -237,13 +253,13 @@ def test_squeeze_excite_is_equations_15_and_16(group: str) -> None:
     torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("memory_format", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("layout", [contiguous, channels_last], ids=lambda layout: layout.__name__)
 @pytest.mark.parametrize("group", GROUPS)
-def test_batch_norm_shares_statistics_over_the_group(group: str, memory_format: str) -> None:
+def test_batch_norm_shares_statistics_over_the_group(group: str, layout: Layout) -> None:
     layer = GroupBatchNorm(4, group=group, dtype=torch.float64)
     nn.init.normal_(layer.weight)
     nn.init.normal_(layer.bias)
-    x = in_memory_format(features(layer, group, torch.float64), memory_format)
+    x = layout(features(layer, group, torch.float64))
     plain = nn.BatchNorm1d(4, dtype=torch.float64)
     plain.load_state_dict(layer.state_dict())
     for _ in range(2):  # in training, then with the running statistics
@@ -257,6 +273,14 @@ def test_batch_norm_shares_statistics_over_the_group(group: str, memory_format: 
 def test_sync_batch_norm_takes_its_place() -> None:
     converted = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(GroupBatchNorm(4, group="p4")))
     assert isinstance(converted[0], nn.SyncBatchNorm)
+
+
+def test_the_maximum_over_the_group_is_of_means_over_space() -> None:
+    x = torch.randn(2, 4, 4, 3, 5)
+    expected = torch.stack([x[:, :, p].flatten(2).mean(2) for p in range(4)]).max(0).values
+    torch.testing.assert_close(GlobalPool("group_max", group="p4")(x), expected)
+    planar = torch.randn(2, 4, 3, 5)
+    assert torch.equal(GlobalPool("group_max")(planar), GlobalPool("mean")(planar))
 
 
 # ---- at home in PyTorch ----
@@ -311,6 +335,8 @@ def test_initialisation_is_the_papers() -> None:
         (SimpleAffineSelfConv2d(16, 16), 16 * 16 * 2 + 16 + 2 * 25 * 16),
         (StandAloneSelfAttention2d(16, 16), 16 * 16 * 4 + 3 * 16 + 5 * 16),
         (AffineSelfConv2d(8, 8, group="p4"), 8 * 8 * 4 * 4 + 3 * 8 + 2 * 25 * 5 * 8 + 5 * 8),
+        (AffineSelfConv2d(16, 16, affine="psi"), 16 * 16 * 4 + 3 * 16 + 2 * 25 * 16 + 16),
+        (AffineSelfConv2d(8, 8, group="p4", affine="beta"), 8 * 8 * 4 * 4 + 3 * 8 + 2 * 25 * 8 + 8),
         (SqueezeExcite(64), 64 * 4 * 2 + 4 + 64),
     ],
 )
@@ -352,6 +378,11 @@ def test_layer_attention_weights_sum_to_one(group: str) -> None:
         (lambda: AffineSelfConv2d(0, 8), "expected positive sizes; got in_channels=0"),
         (lambda: AffineSelfConv2d(4, 8, psi=ANY), "psi: expected 'channel' or 'dense'; got 'odd'"),
         (lambda: SimpleAffineSelfConv2d(4, 8, psi=ANY), "psi: expected 'channel' or 'dense'; got 'odd'"),
+        (lambda: AffineSelfConv2d(4, 8, affine=ANY), "affine: expected 'both', 'psi' or 'beta'; got 'odd'"),
+        (
+            lambda: AffineSelfConv2d(4, 8, affine="beta", psi="dense"),
+            "affine='beta' has no ψ; expected psi='channel'; got psi='dense'",
+        ),
         (lambda: AffineSelfConv2d(4, 8, group="p3"), "unknown group 'p3'"),
         (lambda: AffineSelfConv2d(4, 8, backend="c"), "unknown backend 'c'"),
         (lambda: StandAloneSelfAttention2d(4, 8), "8 key channels in 8 heads, 1 each"),
@@ -370,6 +401,7 @@ def test_layer_attention_weights_sum_to_one(group: str) -> None:
         ),
         (lambda: SqueezeExcite(0), "expected positive sizes; got channels=0, reduction=16"),
         (lambda: GroupPool(ANY), "mode: expected 'mean' or 'max'; got 'odd'"),
+        (lambda: GlobalPool(ANY), "mode: expected 'mean', 'max' or 'group_max'; got 'odd'"),
         (lambda: SpatialPool2d(0), "kernel_size: expected an integer ≥ 1; got 0"),
     ],
 )

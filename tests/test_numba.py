@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import GROUPS, Case, assert_close, cases, examples, in_memory_format
-from hypothesis import given
+from cases import GROUPS, Case, Layout, assert_close, channels_last, contiguous
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from selfconv.nn import AffineSelfConv2d, SimpleAffineSelfConv2d
 from selfconv.ops import affine_self_conv, numba_cpu
+
+FLOAT32 = (torch.float32, torch.float32)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -32,25 +33,6 @@ def poisoned_memory() -> Iterator[None]:
 # ---- correct ----
 
 
-@examples(40)
-@given(case=cases(dense=False))
-def test_float64_is_the_reference(case: Case) -> None:
-    assert_close(case.gradients(backend="numba"), case.gradients(backend="reference"), 1e-10)
-
-
-@examples(40)
-@given(case=cases(dense=False))
-def test_float32_is_the_reference(case: Case) -> None:
-    assert_close(case.gradients(torch.float32, backend="numba"), case.gradients(backend="reference"), 2e-4)
-
-
-@examples(60)
-@given(case=cases(dense=False, small=False))
-def test_larger_maps_agree_with_eager(case: Case) -> None:
-    """Several vectors in a row, several bands of rows, windows up to 11: too much for the reference."""
-    assert_close(case.gradients(backend="numba"), case.gradients(backend="eager"), 1e-10)
-
-
 @pytest.mark.parametrize("bytes_for_a_band", [1, 2**14])
 def test_bands_of_rows_make_no_difference(bytes_for_a_band: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("p4", 1, (2, 1), 2, 5, (23, 11))
@@ -59,14 +41,19 @@ def test_bands_of_rows_make_no_difference(bytes_for_a_band: int, monkeypatch: py
     assert_close(case.gradients(backend="numba"), whole, 1e-12)
 
 
-def test_large_scores_do_not_overflow() -> None:
-    q = torch.full((1, 1, 4, 4), 1e3)
-    k, v = torch.randn(2, 1, 1, 4, 4)
-    out = affine_self_conv(q, 1e3 * k, v, None, None, None, None, num_heads=1, kernel_size=3, backend="numba")
-    expected = affine_self_conv(
-        q, 1e3 * k, v, None, None, None, None, num_heads=1, kernel_size=3, backend="eager"
-    )
-    torch.testing.assert_close(out, expected)
+@pytest.mark.parametrize("scale", [1.0, -1.0])
+def test_large_scores_do_not_overflow(scale: float) -> None:
+    """Whichever sign they have: a negative scale makes the smallest product the largest score."""
+    found = {}
+    for backend in ("numba", "eager"):
+        torch.manual_seed(1)
+        q, k, v = torch.randn(3, 1, 2, 4, 4)
+        q, k, v = leaves = [x.requires_grad_() for x in (1e3 * q, 1e3 * k, v)]
+        psi, beta = torch.randn(2, 2, 3, 3)
+        out = affine_self_conv(q, k, v, psi, beta, None, None, num_heads=1, scale=scale, backend=backend)
+        gradients = torch.autograd.grad(out.square().sum(), leaves)
+        found[backend] = dict(zip(("out", "q", "k", "v"), (out.detach(), *gradients), strict=True))
+    assert_close(found["numba"], found["eager"], 1e-5)
 
 
 def test_nan_stays_where_it_is() -> None:
@@ -79,13 +66,13 @@ def test_nan_stays_where_it_is() -> None:
 
 
 @pytest.mark.parametrize("layer", [AffineSelfConv2d, SimpleAffineSelfConv2d])
-@pytest.mark.parametrize("memory_format", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("layout", [contiguous, channels_last], ids=lambda layout: layout.__name__)
 @pytest.mark.parametrize("group", GROUPS)
-def test_layers_that_pack_their_features(layer: type, memory_format: str, group: str) -> None:
+def test_layers_that_pack_their_features(layer: type, layout: Layout, group: str) -> None:
     """The layers hand over one tensor for q, k and v: same result and gradients as three of them."""
     module = layer(3, 4, 5, num_heads=2, group=group, dtype=torch.float64)
     axis = {"z2": (), "p4": (4,), "p4m": (8,)}[group]
-    x = in_memory_format(torch.randn(2, 3, *axis, 7, 6, dtype=torch.float64), memory_format).requires_grad_()
+    x = layout(torch.randn(2, 3, *axis, 7, 6, dtype=torch.float64)).requires_grad_()
     found = {}
     for backend in ("numba", "eager"):
         module.backend = backend
@@ -102,14 +89,14 @@ def run_on(threads: int, case: Case) -> dict[str, Tensor]:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        return case.gradients(torch.float32, backend="numba")
+        return case.gradients(backend="numba")
     finally:
         torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("batch", [1, 5])
 def test_the_same_bits_on_every_run_and_any_number_of_threads(batch: int) -> None:
-    case = Case("p4", batch, (2, 2), 4, 5, (9, 12), memory_format="channels_last")
+    case = Case("p4", batch, (2, 2), 4, 5, (9, 12), layouts=(channels_last,) * 4, dtypes=FLOAT32)
     first = run_on(1, case)
     for threads in (1, 2, 2, 3):
         assert all(torch.equal(found, first[name]) for name, found in run_on(threads, case).items())
@@ -118,7 +105,7 @@ def test_the_same_bits_on_every_run_and_any_number_of_threads(batch: int) -> Non
 def test_python_threads_serve_where_openmp_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     from selfconv.ops import _threads
 
-    case = Case("z2", 4, (2, 2), 2, 3, (8, 8))
+    case = Case("z2", 4, (2, 2), 2, 3, (8, 8), dtypes=FLOAT32)
     expected = run_on(2, case)
     monkeypatch.setattr(_threads, "_openmp_parallel", lambda: None)
     assert all(torch.equal(found, expected[name]) for name, found in run_on(2, case).items())
@@ -126,11 +113,11 @@ def test_python_threads_serve_where_openmp_does_not(monkeypatch: pytest.MonkeyPa
 
 def _in_child(queue: multiprocessing.SimpleQueue, case: Case) -> None:
     torch.set_num_threads(2)
-    queue.put(case.gradients(torch.float32, backend="numba")["q"].sum().item())
+    queue.put(case.gradients(backend="numba")["q"].sum().item())
 
 
 def test_safe_after_fork() -> None:
-    case = Case("z2", 4, (2, 2), 2, 3, (8, 8))
+    case = Case("z2", 4, (2, 2), 2, 3, (8, 8), dtypes=FLOAT32)
     expected = run_on(2, case)["q"].sum().item()
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
@@ -164,10 +151,10 @@ def test_safe_in_data_loader_workers() -> None:
 def test_concurrent_callers() -> None:
     from concurrent.futures import ThreadPoolExecutor
 
-    case = Case("z2", 3, (2, 2), 2, 3, (8, 8))
-    expected = case.gradients(torch.float32, backend="numba")
+    case = Case("z2", 3, (2, 2), 2, 3, (8, 8), dtypes=FLOAT32)
+    expected = case.gradients(backend="numba")
     with ThreadPoolExecutor(4) as pool:
-        for found in pool.map(lambda _: case.gradients(torch.float32, backend="numba"), range(12)):
+        for found in pool.map(lambda _: case.gradients(backend="numba"), range(12)):
             assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
@@ -291,6 +278,7 @@ def test_distributed_data_parallel(free_port: int) -> None:
     torch.manual_seed(0)
     layer = AffineSelfConv2d(2, 2, 3, num_heads=1)
     layer(torch.arange(2 * 2 * 25.0).reshape(2, 2, 5, 5).sin()).square().mean().backward()
+    assert layer.psi_v is not None
     assert layer.psi_v.grad is not None
     expected = layer.psi_v.grad.double().sum().item()
     assert found[0] == found[1] == pytest.approx(expected, rel=1e-4)

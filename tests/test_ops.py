@@ -7,18 +7,11 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import GROUPS, Case, assert_close, cases, examples, in_memory_format
-from hypothesis import given
+from cases import GROUPS, Case, assert_close
 from torch import Tensor
 
-from selfconv.groups import Z2, get_group
+from selfconv.groups import get_group
 from selfconv.ops import BACKENDS, affine_conv, affine_self_conv, explain, reference
-
-
-@examples(40)
-@given(case=cases())
-def test_eager_is_the_reference_in_outputs_and_gradients(case: Case) -> None:
-    assert_close(case.gradients(backend="eager"), case.gradients(backend="reference"), 1e-10)
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -178,8 +171,8 @@ def test_every_float_dtype(dtype: torch.dtype, backend: str | None) -> None:
 
 @pytest.mark.parametrize("backend", [None, "eager"])
 def test_autocast_mixes_half_features_with_float_filters(backend: str | None) -> None:
-    case = Case("z2", 2, (2, 2), 2, 3, (4, 4))
-    t = case.tensors(torch.float32)
+    case = Case("z2", 2, (2, 2), 2, 3, (4, 4), dtypes=(torch.float32, torch.float32))
+    t = case.tensors()
     halves = {n: x if x is None or n not in "qkv" else x.bfloat16() for n, x in t.items()}
     with torch.autocast("cpu", torch.bfloat16):
         out = case.run(halves, backend=backend)
@@ -308,14 +301,3 @@ def test_a_forced_backend_that_cannot_serve_says_why() -> None:
     case = Case("z2", 1, (2, 2), 1, 3, (3, 3), dense=True)
     with pytest.raises(ValueError, match="backend 'numba' does not serve this call: it serves no dense ψ"):
         case.run(case.tensors(), backend="numba")
-
-
-def test_memory_formats_hold_the_same_numbers() -> None:
-    for shape in ((2, 3, 4, 5), (2, 3, 4, 4, 5)):
-        x = torch.randn(shape)
-        assert in_memory_format(x, "channels_last").stride(1) == 1
-        for memory_format in ("channels_last", "strided"):
-            y = in_memory_format(x, memory_format)
-            assert torch.equal(x, y)
-            assert not y.is_contiguous()
-    assert len(Z2) == 1

@@ -16,7 +16,7 @@ from selfconv.ops import reference
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "selfconv"
 # each layer may import from those before it, and from itself
-LAYERS = ["_version", "groups", "ops", "nn", "testing", "models", "lab", "explorer", "cli"]
+LAYERS = ["_version", "groups", "ops", "nn", "testing", "models", "lab", "visualize", "explorer", "cli"]
 
 
 def layer_of(path: Path) -> str:
@@ -51,7 +51,7 @@ FACADES = {"timm": "models"}  # modules at the top that belong to a layer
 
 def test_import_loads_nothing_heavy() -> None:
     heavy = ["numba", "triton", "matplotlib", "gradio", "pandas", "ray", "accelerate", "timm", "onnx", "PIL"]
-    modules = "selfconv, selfconv.ops, selfconv.nn, selfconv.testing"
+    modules = "selfconv, selfconv.ops, selfconv.nn, selfconv.testing, selfconv.visualize"
     code = f"import sys, {modules}; print([m for m in {heavy} if m in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"

@@ -6,9 +6,10 @@ import argparse
 import io
 import json as json_module
 import re
+import shlex
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import asdict
 from pathlib import Path
@@ -19,9 +20,10 @@ from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from selfconv.lab.bench_options import BenchOptions
 from selfconv.lab.config import RECIPES, DataOptions, Engine, ModelOptions, Recipe, RunConfig
-from selfconv.lab.errors import RunStopped
+from selfconv.lab.errors import RunStopped, one_line, require
+from selfconv.lab.plans import Budget
 
-BENCH = BenchOptions()
+BENCH, BUDGET = BenchOptions(), Budget()
 RunFolder = Annotated[Path, arg(metavar="RUN")]
 
 
@@ -143,15 +145,151 @@ def bench(options: BenchOptions = BENCH) -> None:
     run_bench(options)
 
 
-def demo(*, out: Path = Path("out/demo")) -> None:
-    """See the layer at work: equivariance in numbers, data-dependent filters in a picture.
+def figures(
+    run: Positional[Annotated[str, arg(metavar="RUN")]],
+    /,
+    *,
+    out: Path,
+    image: Path | None = None,
+    layer: str | None = None,
+    pixel: tuple[int, int] | None = None,
+    head: int | None = None,
+) -> None:
+    """Draw what a trained model does: a pixel's filters, attention, equivariance; as PNG and SVG.
 
     Args:
-        out: Folder for the picture.
+        run: Folder of a run, or one of the models with weights: digits_asc, digits_p4_asc, digits_conv.
+        out: Folder for the pictures.
+        image: Image file; by default the first test image of the run's data.
+        layer: Name of a self-convolution layer; by default the first.
+        pixel: Row and column in the layer's map; by default where the image changes most.
+        head: By default one that chooses among the neighbours there.
     """
-    from selfconv.lab.demo import run_demo
+    from selfconv.lab.trained import Trained
+    from selfconv.visualize._write import write_figures
 
-    run_demo(out)
+    for path in write_figures(Trained.open(run), out, image=image, layer=layer, pixel=pixel, head=head):
+        print(path)
+
+
+def report(
+    runs: Positional[Annotated[tuple[Path, ...], arg(metavar="RUNS…")]],
+    /,
+    *,
+    out: Path = Path("out/report"),
+) -> None:
+    """Write a report on runs: tables beside the paper's, figures, and a verdict on each of its claims.
+
+    Args:
+        runs: Folders of runs, or folders that hold some at any depth.
+        out: Folder for report.html, report.md and the figures.
+    """
+    from selfconv.lab.report import write_report
+
+    if not runs:
+        raise ValueError("report: expected at least one folder of runs; got none")
+    for path in write_report(runs, out):
+        print(path)
+
+
+def reproduce(
+    plan: Positional[Annotated[str, arg(metavar="PLAN")]],
+    /,
+    budget: Budget = BUDGET,
+    *,
+    out: Path | None = None,
+    engine: Literal["local", "ray"] = "local",
+    address: str | None = None,
+    cpus: int | None = None,
+    gpus: float | None = None,
+    dry_run: bool = False,
+) -> None:
+    """Make the paper's tables and figures, or an ablation: all runs of a plan, and a report on them.
+
+    Plans: cifar10, cifar100, resnet83, ablation-kernel, ablation-heads, ablation-filters, ablation-psi,
+    ablation-pool, demo. What is done is kept: the same command goes on where it stopped.
+
+    Args:
+        plan: Name of the plan.
+        out: Folder for the runs and the report; by default runs/PLAN.
+        engine: local: one run after another, here; ray: as many at a time as there are processors.
+        address: Of a Ray cluster, such as auto; by default Ray is started on this machine.
+        cpus: Processors for each run, with ray; by default 1.
+        gpus: GPUs for each run, with ray; by default none.
+        dry_run: Print the plan with an estimate of the time it takes, and do nothing.
+    """
+    from selfconv.lab._ray import RayEngine
+    from selfconv.lab.plans import make_plan
+    from selfconv.lab.sweep import LocalEngine
+    from selfconv.lab.sweep import reproduce as reproduce_plan
+
+    made = make_plan(plan, budget)
+    where: LocalEngine | RayEngine = LocalEngine()
+    placed = {"address": address, "cpus": cpus, "gpus": gpus}
+    placed = {name: value for name, value in placed.items() if value is not None}
+    if engine == "ray":
+        require("ray")
+        where = RayEngine(**placed)  # type: ignore[arg-type]
+    elif placed:
+        raise ValueError(f"--{next(iter(placed))} needs --engine ray; got --engine local")
+    options = {**asdict(budget), "out": out} | ({"engine": engine, **placed} if engine == "ray" else {})
+    defaults = asdict(BUDGET)
+    command = _command("reproduce", plan, {k: v for k, v in options.items() if v != defaults.get(k)})
+    reproduce_plan(
+        made, out if out is not None else Path("runs") / plan, where, command=command, dry_run=dry_run
+    )
+
+
+def demo(*, out: Path = Path("out/demo"), seeds: int | None = None, epochs: int | None = None) -> None:
+    """Train small versions of the paper's networks on digits, and compare them: a table and a report.
+
+    Takes a few minutes on a CPU, and no network. A second time it shows what it has.
+
+    Args:
+        out: Folder for the runs and the report.
+        seeds: Runs of each network; by default 3.
+        epochs: Of each run; by default 6.
+    """
+    from selfconv.lab.plans import make_plan
+    from selfconv.lab.sweep import LocalEngine
+    from selfconv.lab.sweep import reproduce as reproduce_plan
+
+    given = {"seeds": seeds, "epochs": epochs, "out": None if out == Path("out/demo") else out}
+    command = _command("demo", {name: value for name, value in given.items() if value is not None})
+    plan = make_plan("demo", Budget(seeds=seeds, epochs=epochs))
+    reproduce_plan(plan, out, LocalEngine(), command=command)
+
+
+def _command(*parts: str | Mapping[str, object]) -> str:
+    """What to type for a command and its options."""
+    words = ["selfconv"]
+    for part in parts:
+        if isinstance(part, str):
+            words.append(part)
+        else:
+            words += [word for name, value in part.items() for word in (f"--{name}", str(value))]
+    return shlex.join(words)
+
+
+def explore(
+    run: Positional[Annotated[Path | None, arg(metavar="RUN")]] = None,
+    /,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 7860,
+    open: bool = True,
+) -> None:
+    """Look into a model on a page: click a pixel and see its filters, turn the image and watch.
+
+    Args:
+        run: Folder of a run; without one, the models for digits that come with the package.
+        host: Address to listen on; any but 127.0.0.1 lets others use the page.
+        port: Port to listen on; 0 for any that is free.
+        open: Show the page in the browser.
+    """
+    from selfconv.explorer import explore as serve
+
+    serve(run, host=host, port=port, open_page=open)
 
 
 # ---- train: its options are those of a run, and their defaults depend on some of them ----
@@ -228,6 +366,10 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "models": models,
     "audit": audit,
     "bench": bench,
+    "figures": figures,
+    "explore": explore,
+    "reproduce": reproduce,
+    "report": report,
     "demo": demo,
 }
 
@@ -245,7 +387,7 @@ def main(args: Sequence[str] | None = None) -> None:
     except RunStopped as stopped:
         _fail(str(stopped), stopped.code)
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        _fail(_one_line(error), 2)
+        _fail(one_line(error), 2)
 
 
 def _call(args: Sequence[str]) -> None:
@@ -291,12 +433,6 @@ def _condensed(box: str) -> str:
     hints = [" ".join(part[:2]) for part in rest if part[0].startswith(("Perhaps", "Available"))]
     first[0] = re.sub(r"Error parsing __tyro-dummy-inner__\.\w+: ", "", first[0])  # its message says which
     return "; ".join([" ".join(first).rstrip("."), *hints]) or "cannot parse the options"
-
-
-def _one_line(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror is not None and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _fail(message: str, code: int) -> None:

@@ -9,7 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from timm.models import generate_default_cfgs, register_model, resolve_pretrained_cfg
+try:
+    from timm.models import generate_default_cfgs, register_model, resolve_pretrained_cfg
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"selfconv.timm needs {error.name}: pip install 'selfconv[timm]'", name=error.name
+    ) from None
 
 from selfconv.models import ResNet, create_model, list_models
 

@@ -11,17 +11,18 @@ from typing import Any
 from selfconv.lab.runs import write_atomically
 
 Metrics = Mapping[str, Any]
+Watch = Callable[[float, str], None]  # the share of a run that is done, and a line on how it goes
 
 
 class Progress:
-    """Shows steps and epochs; only in the process that is told to."""
+    """Shows steps and epochs; only in the process that is told to, or to whoever watches."""
 
-    def __init__(self, total_steps: int, *, visible: bool) -> None:
+    def __init__(self, total_steps: int, *, visible: bool, watch: Watch | None = None) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._print: Callable[[str], None] = lambda text: print(text, flush=True)
-        self._bar, self._visible, self._total = None, visible, total_steps
+        self._bar, self._visible, self._total, self._watch = None, visible, total_steps, watch
         if visible and sys.stdout.isatty():
             columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
             self._bar = Progress(*columns, console=Console(highlight=False), transient=True)
@@ -44,6 +45,8 @@ class Progress:
     def step(self, done: int, text: str) -> None:
         if self._bar is not None:
             self._bar.update(self._task, completed=done, description=text)
+        if self._watch is not None:
+            self._watch(done / self._total, text)
 
     def epoch(self, metrics: Metrics, epochs: int) -> None:
         validation = ""

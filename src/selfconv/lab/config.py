@@ -31,12 +31,14 @@ class ModelOptions:
     """Heads of attention."""
     psi: Literal["channel", "dense"] | None = None
     """ψ scales each channel by itself, or maps all to all."""
+    affine: Literal["both", "psi", "beta"] | None = None
+    """ASC's affine maps: ψ and β, or one of them."""
     scale: Literal["head", "width"] | None = None
     """Scores are divided by the channels of a head, or of the layer."""
     downsample: Literal["stride", "pool"] | None = None
     """How convolutions halve a map."""
-    pool: Literal["mean", "max"] | None = None
-    """Over space and group, before the classifier."""
+    pool: Literal["mean", "max", "group_max"] | None = None
+    """Over space and group, before the classifier; group_max: mean over space, maximum over the group."""
 
     def overrides(self) -> dict[str, Any]:
         """The options that ``create_model`` takes beside the name."""
@@ -55,6 +57,8 @@ class DataOptions:
     """Share of the training images to set aside for validation."""
     split_seed: int = 0
     """Seed of that split."""
+    subset: int | None = None
+    """Train on so many of the training images, of each class alike; None: on all."""
 
 
 @dataclass(frozen=True, kw_only=True)

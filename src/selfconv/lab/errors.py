@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
+EXTRAS = {  # which of them brings a package that may be missing
+    "PIL": "train",
+    "accelerate": "train",
+    "gradio": "app",
+    "matplotlib": "plot",
+    "onnx": "onnx",
+    "onnxruntime": "onnx",
+    "onnxscript": "onnx",
+    "ray": "cluster",
+    "tensorboard": "train",
+    "timm": "timm",
+    "triton": "triton",
+}
+
 
 class RunError(ValueError):
     """A run's folder that cannot be used."""
+
+
+class RunBusy(RunError):
+    """Another process is writing to the run's folder."""
 
 
 class RunStopped(Exception):
@@ -17,9 +37,35 @@ class Diverged(RunStopped):
     """The loss is no longer a number."""
 
 
+class PlanFailed(RunStopped):
+    """Some runs of a plan failed; the others are done."""
+
+
 class Interrupted(RunStopped):
     """A signal came, and everything has been saved."""
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
         self.code = 128 + number
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, in a line."""
+    if isinstance(error, OSError) and error.strerror is not None and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, ModuleNotFoundError) and "pip install" not in str(error):
+        package = (error.name or "").partition(".")[0]
+        if package in EXTRAS:
+            return _needed(package)
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def require(*packages: str) -> None:
+    """Raises ModuleNotFoundError, with the extra that brings it, if one of them is not installed."""
+    for package in packages:
+        if find_spec(package) is None:
+            raise ModuleNotFoundError(_needed(package), name=package)
+
+
+def _needed(package: str) -> str:
+    return f"this needs {package}: pip install 'selfconv[{EXTRAS[package]}]'"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from selfconv.lab.data import Batches, Split
 from selfconv.lab.errors import RunError
 from selfconv.lab.runs import DataInfo, Run, open_data, write_atomically, write_json
+from selfconv.testing import relative_error
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,6 +28,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "270°": lambda x: x.rot90(3, (-2, -1)),
     "mirrored": lambda x: x.flip(-1),
 }
+TURNS = ("90°", "180°", "270°")
 
 
 @torch.inference_mode()
@@ -48,6 +51,12 @@ class Evaluation:
     accuracy_under: dict[str, float]  # each view of the images
     class_accuracy: dict[str, float | None]  # None: no such image in the test
     confusion: list[list[int]]  # [true class][predicted class]
+    equivariance_error: float  # of the logits under quarter turns, relative to the largest
+
+    @property
+    def turned_accuracy(self) -> float:
+        """The mean over quarter turns, upright images left out."""
+        return fmean(self.accuracy_under[view] for view in TURNS)
 
     def table(self) -> Any:
         """As tables for ``rich`` to print."""
@@ -59,6 +68,7 @@ class Evaluation:
         views.add_column("accuracy", justify="right")
         for name, value in self.accuracy_under.items():
             views.add_row(name, f"{value:.2%}")
+        views.add_row("change of the logits under quarter turns", f"{self.equivariance_error:.1e}")
         classes = Table("class")
         classes.add_column("accuracy", justify="right")
         classes.add_column("most often taken for")
@@ -89,6 +99,7 @@ def evaluate_model(model: nn.Module, split: Split, info: DataInfo) -> Evaluation
             name: r / n if n else None for name, r, n in zip(info.class_names, right, total, strict=True)
         },
         confusion=counts.tolist(),
+        equivariance_error=max(relative_error(outputs[view], upright) for view in TURNS),
     )
 
 
@@ -96,10 +107,10 @@ def _accuracy(outputs: Tensor, labels: Tensor) -> float:
     return (outputs.argmax(1) == labels).sum().item() / len(labels)
 
 
-def evaluate_run(run: Run) -> Evaluation:
+def evaluate_run(run: Run, *, picture: bool = True) -> Evaluation:
     """Evaluates a run on the test images of its data set, and keeps the result in its folder.
 
-    Writes ``evaluation.json``, and ``confusion.png`` if matplotlib is there.
+    Writes ``evaluation.json``, and ``confusion.png`` if matplotlib is there and a picture is wanted.
     """
     info, data = run.data, open_data(run.config)
     if data.digest != info.digest:
@@ -108,6 +119,8 @@ def evaluate_run(run: Run) -> Evaluation:
     device = torch.device("cpu") if device is None else device
     evaluation = evaluate_model(run.load_model().to(device), data.test.to(device), info)
     write_json(run.folder / "evaluation.json", asdict(evaluation))
+    if not picture:
+        return evaluation
     try:
         figure = confusion_figure(evaluation)
     except ModuleNotFoundError:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from selfconv.lab.config import RunConfig, differences
-from selfconv.lab.errors import RunError
+from selfconv.lab.errors import RunBusy, RunError
 
 if TYPE_CHECKING:
     from selfconv.lab.data import Dataset
@@ -158,12 +158,13 @@ def open_data(config: RunConfig) -> Dataset:
     from selfconv.lab.data import load_data
 
     options = config.data
-    return load_data(
+    data = load_data(
         options.source,
         image_size=options.image_size,
         seed=options.split_seed,
         validation=options.validation,
     )
+    return data if options.subset is None else data.with_fewer(options.subset, options.split_seed)
 
 
 @contextmanager
@@ -185,7 +186,7 @@ def claim(folder: Path, config: RunConfig, *, resume: bool) -> Iterator[Run]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        raise RunError(f"{folder}: another process is writing to this run") from None
+        raise RunBusy(f"{folder}: another process is writing to this run") from None
     try:
         if not run.exists:
             run.checkpoints.mkdir(exist_ok=True)

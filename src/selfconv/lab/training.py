@@ -18,7 +18,7 @@ import torch
 
 from selfconv.lab import checkpoints
 from selfconv.lab._memory import keep_memory
-from selfconv.lab._progress import Journal, Progress
+from selfconv.lab._progress import Journal, Progress, Watch
 from selfconv.lab._signals import StopSignals
 from selfconv.lab._trainer import State, Sums, Trainer
 from selfconv.lab.checkpoints import Checkpoint
@@ -33,11 +33,20 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-def train(config: RunConfig, out: str | Path, *, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
+def train(
+    config: RunConfig,
+    out: str | Path,
+    *,
+    resume: bool = False,
+    quiet: bool = False,
+    watch: Watch | None = None,
+) -> dict[str, Any]:
     """Trains a network and returns the record of the run, whose folder is ``out``.
 
     Args:
         resume: go on with the run in that folder, from its last checkpoint; begin it if there is none.
+        quiet: print nothing.
+        watch: called after each step with the share of the run that is done and a line on how it goes.
 
     Raises:
         ValueError: the model, the data or the folder cannot be used; nothing has been written then.
@@ -58,7 +67,7 @@ def train(config: RunConfig, out: str | Path, *, resume: bool = False, quiet: bo
             return record
         if checkpoint is not None:
             trainer.restore(checkpoint)
-        with StopSignals() as stop, Progress(total, visible=visible) as progress:
+        with StopSignals() as stop, Progress(total, visible=visible, watch=watch) as progress:
             progress.say(f"{config.model.name}, {count_parameters(trainer.network):,} parameters; {data}")
             place = "" if checkpoint is None else f"from epoch {trainer.state.epoch + 1} on, "
             progress.say(f"{place}into {run.folder}")

@@ -4,7 +4,14 @@ from selfconv.models._config import ResNetConfig
 from selfconv.models.convert import Conversion, convert
 from selfconv.models.export import export_onnx, export_program, fold_batch_norm
 from selfconv.models.flops import count_flops, count_parameters
-from selfconv.models.registry import ModelInfo, create_model, list_models, model_info, models_table
+from selfconv.models.registry import (
+    ModelInfo,
+    create_model,
+    list_models,
+    list_pretrained,
+    model_info,
+    models_table,
+)
 from selfconv.models.resnet import ResNet
 
 __all__ = [
@@ -20,6 +27,7 @@ __all__ = [
     "export_program",
     "fold_batch_norm",
     "list_models",
+    "list_pretrained",
     "model_info",
     "models_table",
 ]

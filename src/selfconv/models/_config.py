@@ -11,9 +11,10 @@ from selfconv.groups import Group, get_group
 _CHOICES = {
     "spatial": ("conv", "asc", "simple_asc", "sasa"),
     "psi": ("channel", "dense"),
+    "affine": ("both", "psi", "beta"),
     "scale": ("head", "width"),
     "downsample": ("stride", "pool"),
-    "pool": ("mean", "max"),
+    "pool": ("mean", "max", "group_max"),
 }
 MAX_DEPTH = 1001  # a description may come from anywhere, and should not fill the memory with layers
 _LEAST = {"depth": 11, "kernel_size": 1, "num_heads": 1, "in_channels": 1, "num_classes": 0}
@@ -33,13 +34,15 @@ class ResNetConfig:
         kernel_size: of the spatial layer; by default 3 for convolution and 5 for attention.
         num_heads: of attention; by default 8, on p4m, where 8 does not divide the widths, 6.
         psi: ``"channel"`` or ``"dense"``: ψ scales each channel by itself, or maps all channels to all.
+        affine: of ASC's affine maps keep ``"both"`` ψ and β, or only ``"psi"``, or only ``"beta"``.
         scale: the score is divided by the channels of a ``"head"``, or by the ``"width"`` of the layer.
         downsample: how convolutions halve a map: by ``"stride"``, or by ``"pool"``, which keeps quarter
             turns and flips exact on even maps. By default stride in convolutional models and pool in
             attention models. Attention layers themselves always pool.
         in_channels: of the image.
         num_classes: outputs of the classifier; 0 leaves it out.
-        pool: ``"mean"`` or ``"max"`` over space and group, before the classifier.
+        pool: ``"mean"`` or ``"max"`` over space and group, before the classifier; ``"group_max"``: the mean
+            over space, then the maximum over the group.
     """
 
     depth: int = 29
@@ -50,11 +53,12 @@ class ResNetConfig:
     kernel_size: int
     num_heads: int
     psi: Literal["channel", "dense"] = "channel"
+    affine: Literal["both", "psi", "beta"] = "both"
     scale: Literal["head", "width"] = "head"
     downsample: Literal["stride", "pool"]
     in_channels: int = 3
     num_classes: int = 10
-    pool: Literal["mean", "max"] = "mean"
+    pool: Literal["mean", "max", "group_max"] = "mean"
 
     @classmethod
     def of(cls, **options: Any) -> ResNetConfig:
@@ -106,6 +110,8 @@ class ResNetConfig:
             )
         if self.kernel_size % 2 == 0:
             raise ValueError(f"kernel_size: expected an odd integer; got {self.kernel_size}")
+        if self.affine != "both" and self.spatial != "asc":
+            raise ValueError(f"affine={self.affine!r} needs spatial='asc'; got spatial={self.spatial!r}")
         if self.attention:
             self._check_heads()
 

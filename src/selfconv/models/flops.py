@@ -15,6 +15,7 @@ from selfconv.ops import affine_self_conv_flops
 
 
 def count_parameters(model: nn.Module) -> int:
+    """How many numbers a model learns."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 

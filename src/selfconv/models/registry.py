@@ -20,7 +20,7 @@ from selfconv.models.resnet import ResNet
 if TYPE_CHECKING:
     from rich.table import Table
 
-# a folder for each model that has weights, as save_pretrained writes it
+# a folder for each model that has weights, as save_pretrained writes it, and the record of their run
 WEIGHTS = Path(__file__).parent / "weights"
 
 DEPTHS = (29, 83)
@@ -54,7 +54,17 @@ def list_models(pattern: str = "*") -> list[str]:
     return [name for name in MODELS if fnmatchcase(name, pattern)]
 
 
+def list_pretrained() -> list[str]:
+    """The names for which weights are shipped: those that ``create_model`` takes with ``pretrained=True``.
+
+    Beside models of ``list_models()`` these may be smaller ones, whose whole description is with the weights.
+    """
+    return sorted(path.parent.name for path in WEIGHTS.glob(f"*/{SAFETENSORS_SINGLE_FILE}"))
+
+
 def _options(name: str) -> dict[str, Any]:
+    if name not in MODELS and name in list_pretrained():
+        raise ValueError(f"{name!r} is a model with its weights; expected pretrained=True for it")
     if name not in MODELS:
         near = get_close_matches(name, MODELS, n=3, cutoff=0.5)
         hint = f"the nearest are {', '.join(near)}" if near else "selfconv.list_models() lists them"
@@ -73,7 +83,7 @@ def create_model(
     """A model of the paper, or one like it.
 
     Args:
-        name: one of ``list_models()``.
+        name: one of ``list_models()``, or with ``pretrained`` one of ``list_pretrained()``.
         num_classes: 10 by default, or as many as the pretrained weights have; if they have another number
             than is asked for, the classifier starts afresh.
         in_channels: 3 by default (1 for grey images), or as many as the pretrained weights have.
@@ -81,7 +91,8 @@ def create_model(
         **overrides: any other field of ``ResNetConfig``: ``group``, ``widths``, ``depth``, ``kernel_size``,
             ``num_heads``, ``downsample``, ``psi``, ``pool``, …; None means the model's own.
     """
-    options = _options(name)
+    shipped = list_pretrained() if pretrained else []
+    options = {} if name in shipped else _options(name)
     if num_classes is not None and not (isinstance(num_classes, int) and num_classes >= 1):
         raise ValueError(
             f"num_classes: expected an integer ≥ 1; got {num_classes!r} "
@@ -93,13 +104,12 @@ def create_model(
     if not pretrained:
         return ResNet(ResNetConfig.of(**options | overrides | {"num_classes": num_classes}))
 
-    folder = WEIGHTS / name
-    if not folder.is_dir():
-        shipped = sorted(path.parent.name for path in WEIGHTS.glob(f"*/{SAFETENSORS_SINGLE_FILE}"))
+    if name not in shipped:
         raise ValueError(
             f"no weights are shipped for {name!r}; "
             + (f"there are some for {', '.join(shipped)}" if shipped else "this version ships none at all")
         )
+    folder = WEIGHTS / name
     config = read_config(folder / CONFIG_NAME)
     model = ResNet.load(config | overrides, folder / SAFETENSORS_SINGLE_FILE)
     if num_classes is not None and num_classes != model.num_classes:

@@ -94,8 +94,9 @@ def spatial_layer(config: ResNetConfig, width: int, stride: int) -> nn.Module:
     }
     if config.spatial == "sasa":
         return StandAloneSelfAttention2d(width, width, k, stride, **heads)  # type: ignore[arg-type]
-    kind = AffineSelfConv2d if config.spatial == "asc" else SimpleAffineSelfConv2d
-    return kind(width, width, k, stride, psi=config.psi, **heads)  # type: ignore[arg-type]
+    if config.spatial == "simple_asc":
+        return SimpleAffineSelfConv2d(width, width, k, stride, psi=config.psi, **heads)  # type: ignore[arg-type]
+    return AffineSelfConv2d(width, width, k, stride, psi=config.psi, affine=config.affine, **heads)  # type: ignore[arg-type]
 
 
 class ResNet(

@@ -15,6 +15,7 @@ from selfconv.ops._backends import check_backend
 from selfconv.ops._call import check_heads
 
 PsiKind = Literal["channel", "dense"]
+AffineKind = Literal["both", "psi", "beta"]
 AffineParameters = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # ψ^K, β^K, ψ^V, β^V
 
 
@@ -23,6 +24,7 @@ class LocalAttention2d(nn.Module):
     maps there are (``_projection``) and which affine parameters (``affine_parameters``)."""
 
     psi: PsiKind = "channel"
+    affine: AffineKind = "both"
 
     def __init__(
         self,
@@ -83,9 +85,9 @@ class LocalAttention2d(nn.Module):
     def _beta(self, channels: int) -> nn.Parameter:
         return self._parameter(channels, self.kernel_size, self.kernel_size)
 
-    def _op_psi(self, psi: Tensor) -> Tensor:
+    def _op_psi(self, psi: Tensor | None) -> Tensor | None:
         """A stored ψ as the operation takes it."""
-        if self.psi == "dense" and len(self.group) > 1:
+        if psi is not None and self.psi == "dense" and len(self.group) > 1:
             return psi.unflatten(1, (psi.shape[0], -1))
         return psi
 
@@ -162,12 +164,14 @@ class LocalAttention2d(nn.Module):
             parts.append(f"key_channels={self.key_channels}")
         if self.psi != "channel":
             parts.append(f"psi={self.psi!r}")
+        if self.affine != "both":
+            parts.append(f"affine={self.affine!r}")
         parts += [f"num_heads={self.num_heads}", f"scale={self.scale:g}", f"group={self.group.name!r}"]
         return ", ".join(parts)
 
 
 def mapped_query(
-    filters: Tensor, bias: Tensor | None, psi_q: Tensor, beta_q: Tensor, group: Group
+    filters: Tensor, bias: Tensor | None, psi_q: Tensor | None, beta_q: Tensor | None, group: Group
 ) -> tuple[Tensor, Tensor]:
     """The affine map A^Q at the centre, folded into the 1×1 map before it.
 
@@ -177,17 +181,19 @@ def mapped_query(
     Args:
         filters: W, ``[C, in, |H|]``.
         bias: b, ``[C]`` or None.
-        psi_q: ``[C, |H|]``, or dense ``[C, C, |H|]``.
-        beta_q: ``[C]``.
+        psi_q: ``[C, |H|]``, or dense ``[C, C, |H|]``; None is 1 at S = 1 and 0 elsewhere.
+        beta_q: ``[C]``; None is 0.
     """
-    steered = group.steer(filters[..., None, None])[..., 0, 0]  # [C, in, S, R]
-    if psi_q.dim() == 3:
-        mapped = torch.einsum("cds,disr->cir", psi_q, steered)
-        offset = 0 if bias is None else psi_q.sum(2) @ bias
+    bias = filters.new_zeros(len(filters)) if bias is None else bias
+    if psi_q is None:
+        mapped, offset = filters, bias
     else:
-        mapped = (psi_q[:, None, :, None] * steered).sum(2)
-        offset = 0 if bias is None else psi_q.sum(1) * bias
-    return mapped, beta_q + offset
+        steered = group.steer(filters[..., None, None])[..., 0, 0]  # [C, in, S, R]
+        if psi_q.dim() == 3:
+            mapped, offset = torch.einsum("cds,disr->cir", psi_q, steered), psi_q.sum(2) @ bias
+        else:
+            mapped, offset = (psi_q[:, None, :, None] * steered).sum(2), psi_q.sum(1) * bias
+    return mapped, offset if beta_q is None else beta_q + offset
 
 
 def _check_psi(psi: str) -> None:
@@ -214,6 +220,8 @@ class AffineSelfConv2d(LocalAttention2d):
 
     Args:
         psi: ``"channel"`` scales each channel by itself, ``"dense"`` maps all channels to all.
+        affine: what the three affine maps consist of: ψ and β (``"both"``), ``"psi"`` alone (β = 0), or
+            ``"beta"`` alone (ψ = 1: the features of the centre's own plane pass as they are).
         scale: factor of the score; by default 1 / (key channels per head).
         backend: of ``selfconv.ops.affine_self_conv``.
     """
@@ -229,6 +237,7 @@ class AffineSelfConv2d(LocalAttention2d):
         num_heads: int = 8,
         key_channels: int | None = None,
         psi: PsiKind = "channel",
+        affine: AffineKind = "both",
         qkv_bias: bool = True,
         scale: float | None = None,
         group: str | Group = "z2",
@@ -237,7 +246,11 @@ class AffineSelfConv2d(LocalAttention2d):
         dtype: torch.dtype | None = None,
     ) -> None:
         _check_psi(psi)
-        self.psi = psi
+        if affine not in ("both", "psi", "beta"):
+            raise ValueError(f"affine: expected 'both', 'psi' or 'beta'; got {affine!r}")
+        if affine == "beta" and psi != "channel":
+            raise ValueError(f"affine='beta' has no ψ; expected psi='channel'; got psi={psi!r}")
+        self.psi, self.affine = psi, affine
         super().__init__(
             in_channels, out_channels, kernel_size, stride, bias,
             key_channels=out_channels if key_channels is None else key_channels,
@@ -250,10 +263,12 @@ class AffineSelfConv2d(LocalAttention2d):
 
     def _make_affine_parameters(self) -> None:
         c_k, c_v = self.key_channels, self.out_channels
-        self.psi_q = self._parameter(c_k, len(self.group) * (c_k if self.psi == "dense" else 1))
-        self.beta_q = self._parameter(c_k)
-        self.psi_k, self.beta_k = self._psi(c_k), self._beta(c_k)
-        self.psi_v, self.beta_v = self._psi(c_v), self._beta(c_v)
+        psi, beta = self.affine != "beta", self.affine != "psi"
+        planes = len(self.group) * (c_k if self.psi == "dense" else 1)
+        self.psi_q = self._parameter(c_k, planes) if psi else None
+        self.beta_q = self._parameter(c_k) if beta else None
+        self.psi_k, self.beta_k = self._psi(c_k) if psi else None, self._beta(c_k) if beta else None
+        self.psi_v, self.beta_v = self._psi(c_v) if psi else None, self._beta(c_v) if beta else None
 
     def affine_parameters(self) -> AffineParameters:
         return self._op_psi(self.psi_k), self.beta_k, self._op_psi(self.psi_v), self.beta_v
@@ -261,7 +276,9 @@ class AffineSelfConv2d(LocalAttention2d):
     def _projection(self) -> tuple[Tensor, Tensor | None, tuple[int, ...]]:
         c_k = self.key_channels
         w, b = self._maps(), self.b_in
-        psi_q = self.psi_q.unflatten(1, (c_k, -1)) if self.psi == "dense" else self.psi_q
+        psi_q = self.psi_q
+        if psi_q is not None and self.psi == "dense":
+            psi_q = psi_q.unflatten(1, (c_k, -1))
         w_q, b_q = mapped_query(w[:c_k], None if b is None else b[:c_k], psi_q, self.beta_q, self.group)
         rest = w.new_zeros(len(w) - c_k) if b is None else b[c_k:]
         return torch.cat([w_q, w[c_k:]]), torch.cat([b_q, rest]), (c_k, c_k, self.out_channels)

@@ -13,11 +13,17 @@ from selfconv.nn._layout import avg_pool, check_features, on_folded
 Mode = Literal["mean", "max"]
 
 
+GlobalMode = Literal["mean", "max", "group_max"]
+
+
 class _Pool(nn.Module):
+    modes: tuple[str, ...] = ("mean", "max")
+
     def __init__(self, mode: Mode = "mean", *, group: str | Group = "z2") -> None:
         super().__init__()
-        if mode not in ("mean", "max"):
-            raise ValueError(f"mode: expected 'mean' or 'max'; got {mode!r}")
+        if mode not in self.modes:
+            *others, last = map(repr, self.modes)
+            raise ValueError(f"mode: expected {', '.join(others)} or {last}; got {mode!r}")
         self.mode = mode
         self.group = get_group(group)
 
@@ -65,8 +71,19 @@ class GroupPool(_Pool):
 
 
 class GlobalPool(_Pool):
-    """Mean or maximum over space and group: ``[N, C, |H|, h, w] -> [N, C]``. Invariant to ``group``."""
+    """Mean or maximum over space and group: ``[N, C, |H|, h, w] -> [N, C]``. Invariant to ``group``.
+
+    ``"group_max"`` is the mean over space and then the maximum over the group.
+    """
+
+    modes = ("mean", "max", "group_max")
+
+    def __init__(self, mode: GlobalMode = "mean", *, group: str | Group = "z2") -> None:
+        super().__init__(mode, group=group)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
         check_features("GlobalPool", x, None, self.group)
+        if self.mode == "group_max":
+            means = x.mean((-2, -1))
+            return means.amax(2) if means.dim() == 3 else means
         return self._reduce(x, tuple(range(2, x.dim())))

@@ -31,11 +31,12 @@ BAND_BYTES = 256 * 1024  # what α and ds of one head may take: part of a core's
 def run(call: Call) -> Tensor:
     dtype = call.compute_dtype
     features = [call.query, call.key, call.value] if call.packed is None else [call.packed]
+    table_k = filter_table(call, call.psi_k, call.beta_k, call.key.shape[1])
+    table_v = filter_table(call, call.psi_v, call.beta_v, call.value.shape[1])
+    if call.scale < 0:  # the kernels take the largest product for the largest score
+        table_k = -table_k
     out, _ = torch.ops.selfconv.numba_forward(
-        [f.to(dtype) for f in features],
-        filter_table(call, call.psi_k, call.beta_k, call.key.shape[1]),
-        filter_table(call, call.psi_v, call.beta_v, call.value.shape[1]),
-        call.scale,
+        [f.to(dtype) for f in features], table_k, table_v, abs(call.scale)
     )
     return out.to(call.value.dtype)
 

@@ -34,9 +34,13 @@ from functools import reduce
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ModuleNotFoundError:
+    raise ImportError("needs triton: pip install 'selfconv[triton]'") from None
 
 from selfconv.ops._call import Call
 

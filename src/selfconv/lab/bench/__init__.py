@@ -16,6 +16,7 @@ from selfconv.lab.bench._models import ModelRow, measure_models
 from selfconv.lab.bench._ops import LARGE, STAGES, Row, measure_growth, measure_ops
 from selfconv.lab.bench._report import Results, machine, print_tables, read_results, write_results
 from selfconv.lab.bench_options import PAIRS, BenchOptions
+from selfconv.lab.errors import require
 
 __all__ = ["BenchOptions", "ModelRow", "Results", "Row", "read_results", "run_bench"]
 
@@ -77,6 +78,8 @@ def _check(options: BenchOptions) -> None:
         )
     if options.threads is not None and options.threads < 1:
         raise ValueError(f"threads: expected an integer ≥ 1; got {options.threads}")
+    if options.out is not None:
+        require("matplotlib")  # now, not after an hour's work
     unknown = [name for name in options.models if name not in PAIRS]
     if unknown:
         raise ValueError(f"models: expected some of {', '.join(PAIRS)}; got {', '.join(unknown)}")

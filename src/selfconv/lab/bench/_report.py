@@ -219,10 +219,8 @@ def markdown(results: Results, figures: Sequence[str]) -> str:
 
 
 def _plots(results: Results, out: Path) -> list[str]:
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        raise ValueError("plots need matplotlib: pip install 'selfconv[plot]'") from None
+    import matplotlib
+
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "selfconv"  # the same results, the same bytes
     (out / "figures").mkdir(exist_ok=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -87,6 +87,16 @@ class Dataset:
     def std(self) -> tuple[float, ...]:
         """Of each channel over the training images, with pixels in 0..1; 1 for a constant channel."""
         return self._moments[1]
+
+    def with_fewer(self, count: int, seed: int) -> Dataset:
+        """The same with ``count`` of the training images, each class keeping its share, and one at least."""
+        if not self.num_classes <= count <= len(self.train):
+            raise DataError(
+                f"subset: expected from {self.num_classes} images, one for each class, to all "
+                f"{len(self.train)} to train on; got {count}"
+            )
+        rest, _ = stratified(self.train.labels.numpy(), 1 - count / len(self.train), seed)
+        return replace(self, train=Split(self.train.images[rest], self.train.labels[rest]))
 
     def __str__(self) -> str:
         kind = "grey" if self.in_channels == 1 else "colour"

@@ -1,0 +1,126 @@
+"""How the figures draw: one place for colours, scales and panels."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from selfconv.groups import Group
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SIGNED, POSITIVE = "PuOr", "viridis"  # told apart by colour-blind people, too
+FRAME, OUTSIDE = "#D55E00", "#c8c8c8"
+SMALL, MEDIUM, LARGE = 8, 9, 11
+
+
+def new_figure(width: float, height: float) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            "pictures need matplotlib: pip install 'selfconv[plot]'", name="matplotlib"
+        ) from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def headline(figure: Figure, *lines: str) -> None:
+    """The title of a figure, in as many lines as its width asks for."""
+    width = int(10 * figure.get_figwidth())  # letters
+    figure.suptitle("\n".join(part for line in lines for part in textwrap.wrap(line, width)), fontsize=LARGE)
+
+
+def bare(axes: Axes, title: str = "") -> None:
+    axes.set_xticks([])
+    axes.set_yticks([])
+    if title:
+        axes.set_title(title, fontsize=MEDIUM)
+
+
+def draw_image(axes: Axes, image: Tensor, title: str = "") -> None:
+    """An image [1 or 3 or more, h, w] with values from 0 to 1; of more channels than 3, their mean."""
+    pixels = image.detach().cpu().float()
+    pixels = pixels if len(pixels) == 3 else pixels.mean(0, keepdim=True)
+    shown = pixels.clamp(0, 1).permute(1, 2, 0).squeeze(-1)
+    axes.imshow(shown.numpy(), cmap="gray", vmin=0, vmax=1)
+    bare(axes, title)
+
+
+def draw_values(axes: Axes, values: Tensor, colours: str, limit: float, title: str = "") -> Any:
+    """Numbers as colours: signed ones from −limit to limit, others from 0; NaN in grey."""
+    import matplotlib
+
+    shades = matplotlib.colormaps[colours].with_extremes(bad=OUTSIDE)
+    low = -limit if colours == SIGNED else 0
+    shown = axes.imshow(
+        np.ma.masked_invalid(values.detach().cpu().double().numpy()), cmap=shades, vmin=low, vmax=limit
+    )
+    bare(axes, title)
+    return shown
+
+
+def limit_of(*values: Tensor) -> float:
+    """The largest magnitude, the end of a colour scale; 1 if all is zero."""
+    largest = max(float(v.abs().nan_to_num().max()) for v in values)
+    return largest if largest > 0 else 1.0
+
+
+def mark_window(axes: Axes, window: tuple[int, int, int, int]) -> None:
+    """A frame around rows top..bottom and columns left..right."""
+    from matplotlib.patches import Rectangle
+
+    top, left, bottom, right = window
+    frame = Rectangle(
+        (left - 0.5, top - 0.5), right - left, bottom - top, fill=False, edgecolor=FRAME, linewidth=2
+    )
+    axes.add_patch(frame)  # the part of it outside of the image is not drawn
+
+
+def mark_centre(axes: Axes, k: int) -> None:
+    from matplotlib.patches import Rectangle
+
+    corner = (k // 2 - 0.5, k // 2 - 0.5)
+    axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=FRAME, linewidth=1.2))
+
+
+def mosaic(tiles: Tensor) -> Tensor:
+    """Tiles [rows, columns, k, k] side by side, a line of NaN between them."""
+    rows, columns, k, _ = tiles.shape
+    framed = torch.full((rows, columns, k + 1, k + 1), torch.nan, dtype=tiles.dtype)
+    framed[..., :k, :k] = tiles.detach().cpu()
+    return framed.permute(0, 2, 1, 3).reshape(rows * (k + 1), columns * (k + 1))[:-1, :-1]
+
+
+def colour_bar(
+    figure: Figure, shown: Any, axes: Axes | Sequence[Axes], label: str = "", *, inside: bool = False
+) -> None:
+    """A scale to the right of some axes, or inside of one."""
+    place = {"cax": axes} if inside else {"ax": axes, "shrink": 0.85, "aspect": 25}
+    bar = figure.colorbar(shown, **place)
+    bar.ax.tick_params(labelsize=SMALL)
+    bar.ax.locator_params(nbins=4)
+    if label:
+        bar.set_label(label, fontsize=SMALL)
+
+
+def below_bar(figure: Figure, shown: Any, axes: Axes) -> None:
+    bar = figure.colorbar(shown, ax=axes, orientation="horizontal", shrink=0.9, pad=0.04, aspect=16)
+    bar.ax.tick_params(labelsize=SMALL)
+    bar.ax.locator_params(nbins=3)
+
+
+def element_names(group: Group) -> list[str]:
+    """What each element does to a picture: turns it counter-clockwise, perhaps after a mirror."""
+    names = []
+    for (a, b), (c, d) in group.matrices:
+        angle = round(math.degrees(math.atan2(c, a))) % 360
+        names.append(f"{angle}°" + (" mirrored" if a * d - b * c < 0 else ""))
+    return names

@@ -1,0 +1,63 @@
+"""A picture turned, and what becomes of a layer's maps and of the prediction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from selfconv.groups import Group, get_group
+from selfconv.testing import relative_error, transform
+from selfconv.visualize._trace import as_batch, trace
+
+
+@dataclass(frozen=True)
+class EquivarianceView:
+    """For every element S of a group: the image under it, and whether a layer's map follows.
+
+    ``errors[s]`` is max |maps[s] − steered[s]| / max |steered[s]|: rounding, if the layer and all before it
+    are equivariant.
+    """
+
+    layer: str
+    group: Group
+    images: list[Tensor]  # L_S[image], [C, h, w]
+    maps: list[Tensor]  # the layer's map of that image, [C, h, w] or [C, |H|, h, w]
+    steered: list[Tensor]  # L_S of the layer's map of the first image
+    errors: list[float]
+    outputs: list[Tensor]  # of the model, [num_classes]
+    output_errors: list[float]  # against the output for the first image
+
+
+def equivariance_view(
+    model: nn.Module, image: Tensor, layer: str, group: str | Group | None = None
+) -> EquivarianceView:
+    """Runs a model on an image under every element of a group.
+
+    Args:
+        layer: any layer that sees more than one position: self convolution, or a convolution.
+        group: by default the model's own, or if that knows no turns, p4.
+    """
+    group = get_group(getattr(model, "group", "z2") if group is None else group)
+    if len(group) == 1:
+        group = get_group("p4")
+    own = getattr(model, "group", None)
+    if isinstance(own, Group) and len(own) > 1 and own != group:
+        raise ValueError(f"group: expected {own.name!r}, on which this model's maps live; got {group.name!r}")
+    batch = as_batch(image)
+    runs = [trace(model, transform(batch, s, group)) for s in group]
+    first = runs[0]
+    if layer not in first.maps:
+        raise ValueError(f"layer: expected one of {', '.join(first.maps)}; got {layer!r}")
+    maps = [run.maps[layer] for run in runs]
+    steered = [transform(maps[0], s, group) for s in group]
+    return EquivarianceView(
+        layer=layer,
+        group=group,
+        images=[run.image[0] for run in runs],
+        maps=[m[0] for m in maps],
+        steered=[m[0] for m in steered],
+        errors=[relative_error(m, e) for m, e in zip(maps, steered, strict=True)],
+        outputs=[run.output[0] for run in runs],
+        output_errors=[relative_error(run.output, first.output) for run in runs],
+    )

@@ -1,0 +1,307 @@
+"""What every self-convolution layer of a model computed for one image, pixel by pixel."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selfconv.groups import Group
+from selfconv.nn import LocalAttention2d
+from selfconv.ops import eager
+from selfconv.ops._call import Call, check_call
+from selfconv.visualize._trace import trace
+
+Pixel = tuple[int, int]  # row, column
+
+
+class LayerInfo(NamedTuple):
+    """A self-convolution layer and the map that it attends on (if it has a stride, before it pools)."""
+
+    name: str
+    layer: LocalAttention2d
+    size: tuple[int, int]  # h, w
+
+
+@dataclass(frozen=True)
+class PixelView:
+    """How one head of a layer makes its output at one pixel x: Eq. 11, on a group Eq. 20, for every plane P.
+
+        output(P) = Σ_y α(P, y) · (Σ_R ψ(P, R, y) · neighbourhood(R, y) + β(P, y))
+                  = Σ_(R,y) effective(P, R, y) · neighbourhood(R, y) + Σ_y positional(P, y)
+
+    y runs over the k×k window around x. ψ and β are as plane P sees them, that is turned by it. On z2 there
+    is one plane. A layer without ψ (SASA) has the one that passes each plane on as it is, and one without β
+    a β of 0. A dense ψ has one more axis, for the channels it reads, which are then all D of the layer.
+    """
+
+    layer: str
+    head: int
+    pixel: Pixel
+    size: tuple[int, int]  # of the layer's map
+    group: Group
+    neighbourhood: Tensor  # [R, C, k, k], the head's values V; dense: [R, D, k, k]
+    psi: Tensor  # [P, R, C, k, k]; dense: [P, R, C, D, k, k]
+    beta: Tensor  # [P, C, k, k]
+    scores: Tensor  # [P, k, k], before the softmax
+    alpha: Tensor  # [P, k, k], sums to 1 on every plane
+    effective: Tensor  # α·ψ, shaped as psi
+    positional: Tensor  # α·β, [P, C, k, k]
+    output: Tensor  # [P, C], what the layer computed, before its output map W^O
+    window: tuple[int, int, int, int]  # top, left, bottom, right of the window in pixels of the image
+    crop: Tensor  # [image channels, bottom - top, right - left], the image there; NaN outside of it
+
+    @property
+    def dense(self) -> bool:
+        return self.psi.dim() == 6
+
+    def response(self) -> Tensor:
+        """The right side of the equation, [P, C]: equal to ``output`` up to rounding."""
+        seen = self.neighbourhood[:, None] if self.dense else self.neighbourhood
+        summed = (1, 3, 4, 5) if self.dense else (1, 3, 4)
+        return (self.effective * seen).sum(summed) + self.positional.sum((2, 3))
+
+
+class LayerFilters(NamedTuple):
+    """The affine parameters of a layer; where it has none, ψ that passes the features on, and β = 0."""
+
+    psi_k: Tensor  # [C, |H|, k, k]; dense: [C, C, |H|, k, k]
+    beta_k: Tensor  # [C, k, k]
+    psi_v: Tensor
+    beta_v: Tensor
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """One layer's call of the operation with everything that a pixel's view is cut from."""
+
+    call: Call
+    psi_k: Tensor  # steered: [C, P, R, k, k], dense [C, C, P, R, k, k]
+    beta_k: Tensor  # steered: [C, P, k, k]
+    psi_v: Tensor
+    beta_v: Tensor
+    alpha: Tensor  # [heads, P, k, k, h, w]
+    output: Tensor  # [C, P, h, w]
+
+
+class Inspection:
+    """A model and one image: run once, then asked as often as one likes.
+
+    Attributes:
+        image: ``[C, h, w]``, as the model took it.
+        output: of the model, ``[num_classes]``.
+        maps: what came out of every spatial layer (convolutions wider than 1×1, too), by name in forward
+            order: ``[C, h, w]``, or ``[C, |H|, h, w]`` on a group.
+        layers: the self-convolution layers, in forward order.
+    """
+
+    def __init__(self, model: nn.Module, image: Tensor) -> None:
+        run = trace(model, image)
+        self.image, self.output = run.image[0], run.output[0]
+        self.maps = {name: features[0] for name, features in run.maps.items()}
+        self.layers: list[LayerInfo] = []
+        for name in run.inputs:
+            layer = model.get_submodule(name)
+            if isinstance(layer, LocalAttention2d):
+                h, w = run.inputs[name].shape[-2:]
+                self.layers.append(LayerInfo(name, layer, (h, w)))
+        self._inputs = run.inputs
+        self._operations: dict[str, _Operation] = {}
+
+    def layer(self, name: str) -> LayerInfo:
+        """The layer of that name."""
+        found = next((info for info in self.layers if info.name == name), None)
+        if found is None:
+            names = ", ".join(info.name for info in self.layers)
+            expected = f"expected one of {names}" if names else "this model has no self-convolution layer"
+            raise ValueError(f"layer: {expected}; got {name!r}")
+        return found
+
+    def to_map(self, layer: str, pixel: Pixel) -> Pixel:
+        """The pixel of a layer's map in which a pixel of the image lies."""
+        (h, w), (image_h, image_w) = self.layer(layer).size, self.image.shape[-2:]
+        row, column = _check_pixel(pixel, (image_h, image_w), "image")
+        return row * h // image_h, column * w // image_w
+
+    def look(self, layer: str, pixel: Pixel, head: int) -> PixelView:
+        """How a head of a layer makes its output at a pixel of the layer's map."""
+        info = self.layer(layer)
+        heads = info.layer.num_heads
+        if isinstance(head, bool) or not isinstance(head, int) or not 0 <= head < heads:
+            raise ValueError(f"head: expected 0 to {heads - 1} for {layer}; got {head!r}")
+        return self._view(info, _check_pixel(pixel, info.size, f"map of {layer}"), head)
+
+    def look_all(self, layer: str, pixel: Pixel) -> list[PixelView]:
+        """``look`` for every head."""
+        info = self.layer(layer)
+        pixel = _check_pixel(pixel, info.size, f"map of {layer}")
+        return [self._view(info, pixel, head) for head in range(info.layer.num_heads)]
+
+    def alpha(self, layer: str) -> Tensor:
+        """α at every pixel: ``[heads, P, k, k, h, w]``."""
+        return self._operation(self.layer(layer)).alpha
+
+    def entropy(self, layer: str) -> Tensor:
+        """How widely each head looks around at every pixel, ``[heads, P, h, w]``.
+
+        −Σ_y α log α over its largest possible value, log k²: 0 where a head looks at one neighbour alone, 1
+        where at all of the window alike.
+        """
+        return relative_entropy(self.alpha(layer).flatten(2, 3), 2)
+
+    @torch.no_grad()
+    def _operation(self, info: LayerInfo) -> _Operation:
+        if info.name not in self._operations:
+            layer = info.layer
+            packed, channels = layer.project(self._inputs[info.name])
+            query, key, *value = packed.split(list(channels), 1)
+            call = check_call(
+                query, key, value[0] if value else key, *layer.affine_parameters(),
+                kernel_size=layer.kernel_size, num_heads=layer.num_heads, scale=layer.scale,
+                group=layer.group,
+            )  # fmt: skip
+            output, alpha = eager.run_with_attention(call)
+            filters = layer_filters(layer)
+            self._operations[info.name] = _Operation(
+                call=call,
+                psi_k=layer.group.steer(filters.psi_k),
+                beta_k=layer.group.steer(filters.beta_k, planar=True),
+                psi_v=layer.group.steer(filters.psi_v),
+                beta_v=layer.group.steer(filters.beta_v, planar=True),
+                alpha=alpha[0].unflatten(2, (layer.kernel_size, layer.kernel_size)),
+                output=output[0],
+            )
+        return self._operations[info.name]
+
+    @torch.no_grad()
+    def _view(self, info: LayerInfo, pixel: Pixel, head: int) -> PixelView:
+        op, k, heads = self._operation(info), info.layer.kernel_size, info.layer.num_heads
+        i, j = pixel
+        alpha = op.alpha[head, ..., i, j]  # [P, k, k]
+        keys, values = (_window(f[0], pixel, k) for f in (op.call.key, op.call.value))  # [C, R, k, k]
+        of_key, of_value = (_channels_of(head, heads, len(f)) for f in (keys, values))
+        a_k = _affine_map(keys, op.psi_k, op.beta_k)[of_key]  # [C, P, k, k]
+        query = op.call.query[0, of_key, :, i, j]  # [C, P]
+        psi, beta = _planes_first(op.psi_v[of_value]), op.beta_v[of_value].transpose(0, 1)
+        weights = alpha[:, None, :, :]  # [P, 1, k, k]
+        window = self._image_window(info.size, pixel, k)
+        return PixelView(
+            layer=info.name,
+            head=head,
+            pixel=pixel,
+            size=info.size,
+            group=info.layer.group,
+            neighbourhood=(values if psi.dim() == 6 else values[of_value]).transpose(0, 1),
+            psi=psi,
+            beta=beta,
+            scores=(query[..., None, None] * a_k).sum(0) * op.call.scale,
+            alpha=alpha,
+            effective=weights.reshape(len(alpha), *(1,) * (psi.dim() - 3), k, k) * psi,
+            positional=weights * beta,
+            output=op.output[of_value, :, i, j].transpose(0, 1),
+            window=window,
+            crop=_crop(self.image, window),
+        )
+
+    def _image_window(self, size: tuple[int, int], pixel: Pixel, k: int) -> tuple[int, int, int, int]:
+        """Where the window around a pixel of a map lies in the image, of which the map is a smaller copy."""
+        (down, across) = (side / n for side, n in zip(self.image.shape[-2:], size, strict=True))
+        top, left = pixel[0] - k // 2, pixel[1] - k // 2
+        return (
+            math.floor(top * down),
+            math.floor(left * across),
+            math.ceil((top + k) * down),
+            math.ceil((left + k) * across),
+        )
+
+
+# ---- the same as functions, for one question ----
+
+
+def list_layers(model: nn.Module, image: Tensor) -> list[LayerInfo]:
+    """The self-convolution layers of a model in the order they run, with the sizes of their maps."""
+    return Inspection(model, image).layers
+
+
+def look(model: nn.Module, image: Tensor, layer: str, pixel: Pixel, head: int) -> PixelView:
+    """How a head of a layer makes its output at a pixel; see ``Inspection.look``."""
+    return Inspection(model, image).look(layer, pixel, head)
+
+
+def entropy_map(model: nn.Module, image: Tensor, layer: str) -> Tensor:
+    """How widely each head looks around, 0 to 1, ``[heads, P, h, w]``; see ``Inspection.entropy``."""
+    return Inspection(model, image).entropy(layer)
+
+
+@torch.no_grad()
+def layer_filters(layer: LocalAttention2d) -> LayerFilters:
+    """ψ^K, β^K, ψ^V, β^V of a layer, with the group axis, also where the layer does without them."""
+    psi_k, beta_k, psi_v, beta_v = layer.affine_parameters()
+    like, k = layer.w_in, layer.kernel_size
+
+    def filled(psi: Tensor | None, beta: Tensor | None, channels: int) -> tuple[Tensor, Tensor]:
+        if psi is None:  # 1 at R = 1: every plane passes itself on
+            psi = like.new_zeros(channels, len(layer.group), k, k)
+            psi[:, 0] = 1
+        elif len(layer.group) == 1:
+            psi = psi.unsqueeze(-3)
+        return psi.detach(), like.new_zeros(channels, k, k) if beta is None else beta.detach()
+
+    return LayerFilters(
+        *filled(psi_k, beta_k, layer.key_channels), *filled(psi_v, beta_v, layer.out_channels)
+    )
+
+
+def relative_entropy(alpha: Tensor, dim: int) -> Tensor:
+    """−Σ α log α over the largest it can be; 0 if there is but one weight."""
+    return torch.special.entr(alpha).sum(dim) / max(math.log(alpha.shape[dim]), 1.0)
+
+
+# ---- cutting out ----
+
+
+def _check_pixel(pixel: Pixel, size: tuple[int, int], of: str) -> Pixel:
+    whole = len(pixel) == 2 and all(isinstance(n, int) and not isinstance(n, bool) for n in pixel)
+    if not whole or not all(0 <= n < side for n, side in zip(pixel, size, strict=True)):
+        h, w = size
+        raise ValueError(
+            f"pixel: expected row 0 to {h - 1} and column 0 to {w - 1} of the {h}×{w} {of}; got {pixel!r}"
+        )
+    return pixel
+
+
+def _window(f: Tensor, pixel: Pixel, k: int) -> Tensor:
+    """The k×k neighbourhood of a pixel, zero outside the map: [..., h, w] -> [..., k, k]."""
+    i, j = pixel
+    return F.pad(f, (k // 2,) * 4)[..., i : i + k, j : j + k]
+
+
+def _channels_of(head: int, heads: int, channels: int) -> slice:
+    size = channels // heads
+    return slice(head * size, (head + 1) * size)
+
+
+def _affine_map(f: Tensor, psi: Tensor, beta: Tensor) -> Tensor:
+    """Eq. 24 for all y of a window: Σ_R f(R, y) ψ(P, R, y) + β(P, y), [C, P, k, k]."""
+    if psi.dim() == 6:
+        return torch.einsum("crij,dcprij->dpij", f, psi) + beta
+    return torch.einsum("crij,cprij->cpij", f, psi) + beta
+
+
+def _planes_first(psi: Tensor) -> Tensor:
+    """[C, P, R, k, k] -> [P, R, C, k, k]; dense [C, D, P, R, k, k] -> [P, R, C, D, k, k]."""
+    return psi.permute(2, 3, 0, 1, 4, 5) if psi.dim() == 6 else psi.permute(1, 2, 0, 3, 4)
+
+
+def _crop(image: Tensor, window: tuple[int, int, int, int]) -> Tensor:
+    top, left, bottom, right = window
+    h, w = image.shape[-2:]
+    crop = image.new_full((len(image), bottom - top, right - left), math.nan)
+    inside = image[:, max(top, 0) : min(bottom, h), max(left, 0) : min(right, w)]
+    row, column = max(-top, 0), max(-left, 0)
+    crop[:, row : row + inside.shape[1], column : column + inside.shape[2]] = inside
+    return crop

@@ -1,0 +1,83 @@
+"""One run of a model on one image, and what went into and came out of its spatial layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selfconv.nn import GroupConv2d, LiftingConv2d, LocalAttention2d
+
+
+@dataclass(frozen=True)
+class Trace:
+    """In the order in which the layers ran; one that runs twice is kept as it first ran."""
+
+    image: Tensor  # [1, C, h, w]
+    output: Tensor  # of the model
+    inputs: dict[str, Tensor]  # of every spatial layer: [1, C, h, w] or [1, C, |H|, h, w]
+    maps: dict[str, Tensor]  # what came out of it
+
+
+def is_spatial(module: nn.Module) -> bool:
+    """Whether a layer sees more than one position."""
+    if not isinstance(module, LocalAttention2d | GroupConv2d | LiftingConv2d | nn.Conv2d):
+        return False
+    size = module.kernel_size
+    return isinstance(module, LocalAttention2d) or (max(size) if isinstance(size, tuple) else size) > 1
+
+
+@torch.no_grad()
+def trace(model: nn.Module, image: Tensor) -> Trace:
+    """Runs the model in evaluation mode on an image ``[C, h, w]`` or ``[1, C, h, w]``, as it takes them."""
+    image = as_batch(image)
+    like = next(model.parameters(), image)
+    image = image.to(like.device, like.dtype)
+    inputs: dict[str, Tensor] = {}
+    maps: dict[str, Tensor] = {}
+
+    def hook_for(name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            # copies: a later layer may work in place
+            inputs.setdefault(name, args[0].clone())
+            maps.setdefault(name, output.clone())
+
+        return hook
+
+    handles = [m.register_forward_hook(hook_for(name)) for name, m in model.named_modules() if is_spatial(m)]
+    try:
+        with evaluating(model):
+            output = model(image)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Trace(image, output, inputs, maps)
+
+
+def as_batch(image: Tensor) -> Tensor:
+    if not isinstance(image, Tensor) or not image.is_floating_point():
+        found = image.dtype if isinstance(image, Tensor) else type(image).__name__
+        raise TypeError(f"image: expected a floating-point tensor [C, h, w]; got {found}")
+    if image.dim() == 3:
+        image = image[None]
+    if image.dim() != 4 or len(image) != 1:
+        raise ValueError(
+            f"image: expected one image [C, h, w] or [1, C, h, w]; got shape {list(image.shape)}"
+        )
+    return image
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, and afterwards each module in the mode that it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

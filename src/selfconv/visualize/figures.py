@@ -1,0 +1,324 @@
+"""The pictures: functions of arrays that return matplotlib figures.
+
+Images to be shown are ``[C, h, w]`` with pixels from 0 to 1. Colours are the same everywhere: viridis for
+weights, purple and orange for what has a sign, white where it is zero.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from selfconv.visualize._draw import (
+    LARGE,
+    MEDIUM,
+    POSITIVE,
+    SIGNED,
+    SMALL,
+    below_bar,
+    colour_bar,
+    draw_image,
+    draw_values,
+    element_names,
+    headline,
+    limit_of,
+    mark_centre,
+    mark_window,
+    mosaic,
+    new_figure,
+)
+from selfconv.visualize._equivariance import EquivarianceView
+from selfconv.visualize._inspection import LayerFilters, PixelView
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["entropy_figure", "equivariance_figure", "filters_figure", "pixel_figure", "schematic_figure"]
+
+
+# ---- one pixel ----
+
+
+def strongest_channel(view: PixelView) -> int:
+    """The channel of the head whose effective filter is largest: the one that a picture shows."""
+    size = view.effective.abs().transpose(0, 2).flatten(1).sum(1)  # [C]
+    return int(size.argmax())
+
+
+def pixel_figure(image: Tensor, view: PixelView, channel: int | None = None) -> Figure:
+    """Eq. 10 and 11 (on a group 19 and 20) at one pixel: what a head sees there, and the filter it makes.
+
+    On z2 a row: the neighbourhood V, the template ψ, the scores α, the filter α·ψ, the positions α·β. On a
+    group a row for each plane P, whose filter α·ψ reads every plane R of the neighbourhood above it.
+
+    Args:
+        image: to be shown.
+        channel: of the head; by default the one with the strongest filter. A dense ψ reads all channels, of
+            which the picture shows this one.
+    """
+    channel = _check_channel(view, channel)
+    return (_planar_pixel if len(view.group) == 1 else _group_pixel)(image, view, channel)
+
+
+def _check_channel(view: PixelView, channel: int | None) -> int:
+    count = view.output.shape[1]
+    if channel is None:
+        return strongest_channel(view)
+    if not 0 <= channel < count:
+        raise ValueError(f"channel: expected 0 to {count - 1} of the head; got {channel!r}")
+    return channel
+
+
+def _seen_channel(view: PixelView, channel: int) -> int:
+    """Which channel of the neighbourhood the picture shows: for dense ψ the head's own, among all."""
+    return view.head * view.output.shape[1] + channel if view.dense else channel
+
+
+def _filter_of(filters: Tensor, view: PixelView, channel: int) -> Tensor:
+    """[P, R, k, k] of one channel, from ψ or α·ψ."""
+    return filters[:, :, channel, _seen_channel(view, channel)] if view.dense else filters[:, :, channel]
+
+
+def _where(view: PixelView, channel: int) -> str:
+    return f"{view.layer}, head {view.head}, channel {channel}"
+
+
+def _equation(view: PixelView, p: int, channel: int) -> str:
+    """The number that the layer computed, as the sum that the panels show."""
+    positional = float(view.positional[p, channel].sum())
+    filtered = float(view.output[p, channel]) - positional
+    sign = "+" if positional >= 0 else "−"
+    return f"{_number(filtered)} {sign} {abs(positional):.3f} = {_number(float(view.output[p, channel]))}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.3f}".replace("-", "−")
+
+
+def _draw_place(axes: Axes, image: Tensor, view: PixelView) -> None:
+    draw_image(axes, image, f"image, pixel x = {view.pixel}\nof the {view.size[0]}×{view.size[1]} map")
+    mark_window(axes, view.window)
+
+
+def _planar_pixel(image: Tensor, view: PixelView, channel: int) -> Figure:
+    k = view.alpha.shape[-1]
+    figure = new_figure(12.4, 3.5)
+    axes = figure.subplots(1, 6)
+    _draw_place(axes[0], image, view)
+    panels = [
+        (view.neighbourhood[0, _seen_channel(view, channel)], SIGNED, "neighbourhood V(·)\nzero outside"),
+        (_filter_of(view.psi, view, channel)[0, 0], SIGNED, "template ψ(· − x)\nfixed"),
+        (view.alpha[0], POSITIVE, "scores α(x, ·), Eq. 10\nfrom the data, sum 1"),
+        (
+            _filter_of(view.effective, view, channel)[0, 0],
+            SIGNED,
+            "effective filter α·ψ\nmade for this pixel",
+        ),
+        (view.positional[0, channel], SIGNED, "positional term α·β"),
+    ]
+    for place, (values, colours, title) in zip(axes[1:], panels, strict=True):
+        shown = draw_values(place, values, colours, limit_of(values), title)
+        mark_centre(place, k)
+        below_bar(figure, shown, place)
+    headline(
+        figure,
+        f"Affine self convolution at one pixel, Eq. 11: Σ α·ψ·V + Σ α·β = {_equation(view, 0, channel)}",
+        _where(view, channel),
+    )
+    return figure
+
+
+def _group_pixel(image: Tensor, view: PixelView, channel: int) -> Figure:
+    k, order, names = view.alpha.shape[-1], len(view.group), element_names(view.group)
+    values = view.neighbourhood[:, _seen_channel(view, channel)]  # [R, k, k]
+    effective, positional = _filter_of(view.effective, view, channel), view.positional[:, channel]
+    figure = new_figure(1.5 * (order + 2) + 2.2, 1.42 * (order + 1) + 1.3)
+    grid = figure.subplots(order + 1, order + 4, width_ratios=[1] * (order + 2) + [0.08, 0.08])
+    _draw_place(grid[0, 0], image, view)
+    for r, place in enumerate(grid[0, 1 : order + 1]):
+        shown = draw_values(place, values[r], SIGNED, limit_of(values), f"V(R, ·)\nR = {names[r]}")
+        mark_centre(place, k)
+    for place in grid[0, order + 1 : -1]:
+        place.axis("off")
+    colour_bar(figure, shown, grid[0, -1], "V", inside=True)
+    for p, row in enumerate(grid[1:]):
+        limit = limit_of(effective[p], positional[p])  # a scale for each row: planes differ a lot
+        shown_alpha = draw_values(row[0], view.alpha[p], POSITIVE, limit_of(view.alpha[p]))
+        for place, filters in zip(row[1 : order + 2], [*effective[p], positional[p]], strict=True):
+            shown = draw_values(place, filters, SIGNED, limit)
+        for place in row[: order + 2]:
+            mark_centre(place, k)
+        colour_bar(figure, shown_alpha, row[-2], "α", inside=True)
+        colour_bar(figure, shown, row[-1], "α·ψ, α·β", inside=True)
+        row[0].set_ylabel(f"P = {names[p]}", fontsize=MEDIUM)
+        row[order + 1].set_xlabel(_equation(view, p, channel), fontsize=SMALL)
+    for place, title in zip(grid[1], ["α, Eq. 19", *["α·ψ"] * order, "α·β"], strict=False):
+        place.set_title(title, fontsize=MEDIUM)
+    headline(
+        figure,
+        f"Affine self convolution on {view.group}, Eq. 20: a row for each plane P; Σ α·ψ·V + Σ α·β = output",
+        _where(view, channel),
+    )
+    return figure
+
+
+def schematic_figure(image: Tensor, view: PixelView, channel: int | None = None) -> Figure:
+    """Convolution, self-attention and affine self convolution at one pixel, step by step (Eq. 1, 5, 11).
+
+    All three with the numbers of one layer on z2: the last row is what it computes, the others what is left
+    of that without α, and without ψ and β.
+    """
+    if len(view.group) > 1 or view.dense:
+        kind = "a dense ψ" if view.dense else f"group {view.group.name!r}"
+        raise ValueError(f"the schematic figure is of a planar layer with ψ per channel; got one with {kind}")
+    channel = _check_channel(view, channel)
+    v, psi, beta = view.neighbourhood[0, channel], view.psi[0, 0, channel], view.beta[0, channel]
+    alpha, a = view.alpha[0], psi * v + beta
+    columns = ["V(·)", "ψ(· − x)", "β(· − x)", "A = ψ·V + β", "α(x, ·)"]
+    rows: list[tuple[str, list[Tensor | None], str, Tensor]] = [
+        ("Convolution, Eq. 1", [v, psi, None, None, None], "ψ·V", psi * v),
+        ("Self-attention, Eq. 5", [v, None, None, None, alpha], "α·V", alpha * v),
+        ("Affine self\nconvolution, Eq. 11", [v, psi, beta, a, alpha], "α·A = α·ψ·V + α·β", alpha * a),
+    ]
+    figure = new_figure(12.4, 6.6)
+    grid = figure.subplots(len(rows), len(columns) + 2)
+    for (name, parts, product_title, product), row in zip(rows, grid, strict=True):
+        draw_image(row[0], image)
+        mark_window(row[0], view.window)
+        row[0].set_ylabel(name, fontsize=LARGE)
+        for place, title, values in zip(row[1:], [*columns, product_title], [*parts, product], strict=True):
+            if values is None:
+                place.axis("off")
+                continue
+            colours = POSITIVE if values is alpha else SIGNED
+            below_bar(figure, draw_values(place, values, colours, limit_of(values), title), place)
+            mark_centre(place, len(alpha))
+        row[-1].set_xlabel(f"Σ = {_number(float(product.sum()))}", fontsize=MEDIUM)
+    headline(
+        figure, f"Three ways to read the neighbourhood of a pixel x = {view.pixel}", _where(view, channel)
+    )
+    return figure
+
+
+# ---- a whole map ----
+
+
+def entropy_figure(image: Tensor, entropy: Tensor, layer: str, planes: Sequence[str]) -> Figure:
+    """How widely each head looks around, at every pixel: a column for each head, a row for each plane.
+
+    Args:
+        image: to be shown.
+        entropy: ``[heads, P, h, w]`` from 0 to 1, of ``Inspection.entropy``.
+        planes: their names.
+    """
+    heads, order = entropy.shape[:2]
+    figure = new_figure(1.35 * (heads + 1) + 1.4, 1.45 * order + 1.1)
+    grid = figure.subplots(order, heads + 1, squeeze=False)
+    for p in range(order):
+        draw_image(grid[p, 0], image, "image" if p == 0 else "")
+        if order > 1:
+            grid[p, 0].set_ylabel(f"P = {planes[p]}", fontsize=MEDIUM)
+        for head in range(heads):
+            place = grid[p, head + 1]
+            shown = draw_values(place, entropy[head, p], POSITIVE, 1.0, f"head {head}" if p == 0 else "")
+    colour_bar(figure, shown, list(grid.flat), "entropy / log k²")
+    headline(figure, "How widely attention looks around, −Σ α log α: 0 at one neighbour, 1 everywhere", layer)
+    return figure
+
+
+def equivariance_figure(
+    images: Sequence[Tensor],
+    views: Mapping[str, EquivarianceView],
+    labels: Mapping[str, Sequence[str]] | None = None,
+) -> Figure:
+    """The image turned, and below for each model its map of each turned image, and how far that is from the
+    turned map of the first.
+
+    A map is shown as the mean over channels and planes, which turns as an image does.
+
+    Args:
+        images: to be shown, one for each element of the group.
+        views: by model; all of one group.
+        labels: by model, what it says of each image.
+    """
+    groups = {view.group.name for view in views.values()}
+    if len(groups) != 1:
+        raise ValueError(f"expected views of one group; got {', '.join(sorted(groups)) or 'no views'}")
+    view = next(iter(views.values()))
+    names, order = element_names(view.group), len(view.group)
+    figure = new_figure(1.75 * order + 2.6, 2.0 + 3.75 * len(views))
+    grid = figure.subplots(1 + 2 * len(views), order + 1, width_ratios=[1] * order + [0.06])
+    for place, image, name in zip(grid[0, :-1], images, names, strict=True):
+        draw_image(place, image, name)
+    grid[0, 0].set_ylabel("image", fontsize=MEDIUM)
+    grid[0, -1].axis("off")
+    for index, (model, view) in enumerate(views.items()):
+        maps, differences = grid[1 + 2 * index], grid[2 + 2 * index]
+        features = [_as_picture(m) for m in view.maps]
+        apart = [(f - _as_picture(m)).abs() for f, m in zip(features, view.steered, strict=True)]
+        limit = limit_of(*features)
+        for s in range(order):
+            shown_map = draw_values(maps[s], features[s], SIGNED, limit)
+            shown_apart = draw_values(differences[s], apart[s], POSITIVE, limit)
+            if labels is not None:
+                maps[s].set_title(labels[model][s], fontsize=MEDIUM)
+            differences[s].set_xlabel(f"error {view.errors[s]:.0e}", fontsize=MEDIUM)
+        maps[0].set_ylabel("\n".join([*textwrap.wrap(model, 18), "map"]), fontsize=MEDIUM)
+        differences[0].set_ylabel("| map −\nturned map |", fontsize=MEDIUM)
+        colour_bar(figure, shown_map, maps[-1], inside=True)
+        colour_bar(figure, shown_apart, differences[-1], inside=True)
+    layers = ", ".join(dict.fromkeys(view.layer for view in views.values()))
+    headline(figure, "Does the map turn with the image? f(L_S[x]) against L_S[f(x)]", layers)
+    return figure
+
+
+def _as_picture(features: Tensor) -> Tensor:
+    return features.flatten(0, -3).mean(0)
+
+
+# ---- parameters ----
+
+
+def filters_figure(filters: LayerFilters, num_heads: int, layer: str) -> Figure:
+    """ψ^K, β^K, ψ^V and β^V of a layer: a row for each head, in it its channels, and for ψ on a group the
+    planes of each. A dense ψ has a row for each channel that it makes, in it all that it reads."""
+    parts = {
+        r"$\psi^K$": filters.psi_k, r"$\beta^K$": filters.beta_k,
+        r"$\psi^V$": filters.psi_v, r"$\beta^V$": filters.beta_v,
+    }  # fmt: skip
+    pictures = [mosaic(_tiles(part, num_heads)) for part in parts.values()]
+    widths = [max(p.shape[1] for p in pictures[n::2]) for n in (0, 1)]
+    heights = [max(p.shape[0] for p in pictures[n : n + 2]) for n in (0, 2)]
+    inches = min(0.09, 12 / sum(widths))  # a cell
+    figure = new_figure(inches * sum(widths) + 3.4, inches * sum(heights) + 2.4)
+    grid = figure.subplots(2, 2, width_ratios=widths, height_ratios=heights)
+    for place, (name, part), picture in zip(grid.flat, parts.items(), pictures, strict=True):
+        shown = draw_values(place, picture, SIGNED, limit_of(part), f"{name}, {_content(part)}")
+        rows = len(part) if part.dim() == 5 else num_heads
+        if rows <= 16:
+            step = part.shape[-1] + 1
+            place.set_yticks(
+                [step * (row + 0.5) - 1 for row in range(rows)], [str(row) for row in range(rows)]
+            )
+            place.tick_params(labelsize=SMALL, length=0)
+        place.set_ylabel("channel" if part.dim() == 5 else "head", fontsize=SMALL)
+        colour_bar(figure, shown, place)
+    headline(figure, f"The affine parameters of {layer}")
+    return figure
+
+
+def _tiles(part: Tensor, num_heads: int) -> Tensor:
+    """ψ or β as rows and columns of windows: [rows, columns, k, k]."""
+    rows = len(part) if part.dim() == 5 else num_heads
+    return part.reshape(rows, -1, *part.shape[-2:])
+
+
+def _content(part: Tensor) -> str:
+    """What a row of tiles consists of."""
+    if part.dim() == 3 or part.shape[-3] == 1:
+        return "channel by channel"
+    return f"channel by channel, {part.shape[-3]} planes each"

@@ -1,0 +1,690 @@
+"""The page: what it computes and draws, what it refuses, and how it behaves in a real browser."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import http.client
+import io
+import json
+import re
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from xml.etree import ElementTree
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+from tiny_runs import command, environment, tiny_config, tiny_data
+
+from selfconv import cli
+from selfconv.explorer import _pictures as pictures
+from selfconv.explorer import _server, _uploads
+from selfconv.explorer._curves import curves
+from selfconv.explorer._study import (
+    Sample,
+    Study,
+    change_in_words,
+    nearest_pixel,
+    turn,
+    turn_place,
+    wrap,
+)
+from selfconv.explorer._uploads import read_upload
+from selfconv.explorer._view import View
+from selfconv.lab.data import DataError
+from selfconv.lab.training import train
+
+
+@pytest.fixture(scope="module")
+def study() -> Study:
+    return Study.open(None)
+
+
+# ---- turning ----
+
+
+@given(st.integers(2, 9), st.integers(-5, 5), st.data())
+def test_a_place_goes_where_its_pixel_goes(size: int, quarters: int, data: st.DataObject) -> None:
+    row, column = (data.draw(st.integers(0, size - 1)) for _ in range(2))
+    image = np.zeros((1, size, size), np.uint8)
+    image[0, row, column] = 255
+    place = nearest_pixel(turn_place((row, column), 90 * quarters, size), size)
+    assert np.argwhere(turn(image, 90 * quarters)[0]).tolist() == [list(place)]
+
+
+@given(st.floats(-360, 360), st.integers(0, 255))
+def test_turning_an_even_image_leaves_it(degrees: float, grey: int) -> None:
+    image = np.full((3, 8, 8), grey, np.uint8)
+    assert np.array_equal(turn(image, degrees), image)
+
+
+def test_any_angle_turns_counter_clockwise() -> None:
+    image = np.zeros((1, 21, 21), np.uint8)
+    image[0, 9:12, 17:20] = 200  # right of the centre
+    for degrees in (30, 60, 120, -45):
+        weights = turn(image, degrees)[0] / 200
+        rows, columns = np.indices(weights.shape)
+        found = (weights * rows).sum() / weights.sum(), (weights * columns).sum() / weights.sum()
+        assert found == pytest.approx(turn_place((10, 18), degrees, 21), abs=0.3)
+
+
+@given(st.integers(-1000, 1000))
+def test_wrapped_angles_are_the_same_turn(degrees: int) -> None:
+    assert -180 < wrap(degrees) <= 180
+    assert (wrap(degrees) - degrees) % 360 == 0
+
+
+def test_changes_in_words() -> None:
+    before = np.array([0.9, 0.1], np.float32)
+    names = ["six", "nine"]
+    assert change_in_words(before, before, names) == "same prediction, probabilities are identical"
+    after = np.array([0.9 - 3e-7, 0.1 + 3e-7], np.float32)
+    assert re.fullmatch(
+        r"same prediction, probabilities differ by [23]e-7", change_in_words(before, after, names)
+    )
+    changed = change_in_words(before, before[::-1], names)
+    assert changed == "prediction changed from six to nine, probabilities differ by 0.80"
+
+
+# ---- the models ----
+
+
+def test_turning_changes_no_p4_prediction(study: Study) -> None:
+    planar, p4 = study.models
+    assert (planar.model.group.name, p4.model.group.name) == ("z2", "p4")
+    changed = 0
+    for sample in study.samples:
+        for quarters in (1, 2, 3):
+            turned = turn(sample.image, 90 * quarters)
+            difference = study.probabilities(1, turned) - study.probabilities(1, sample.image)
+            assert np.abs(difference).max() < 1e-5
+            layer = study.layer(1, 2)
+            assert study.map_error(1, sample.image, quarters, layer) < 1e-4
+            assert study.map_error(0, sample.image, quarters, study.layer(0, 2)) > 0.1
+            changed += (
+                study.probabilities(0, turned).argmax() != study.probabilities(0, sample.image).argmax()
+            )
+    assert changed > len(study.samples)
+
+
+def test_samples_are_of_every_class_and_known_to_the_models(study: Study) -> None:
+    assert [sample.label for sample in study.samples] == study.class_names
+    right = [
+        study.class_names[int(study.probabilities(model, sample.image).argmax())] == sample.label
+        for model in (0, 1)
+        for sample in study.samples
+    ]
+    assert sum(right) >= 18
+
+
+def test_inspections_are_remembered(study: Study) -> None:
+    image = study.samples[0].image
+    assert study.inspect(0, image) is study.inspect(0, image.copy())
+    assert study.inspect(0, image) is not study.inspect(1, image)
+    for n in range(40):
+        study.inspect(0, np.full_like(image, n))
+    assert len(study._inspections) <= 32
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of a convolutional and a p4 network on the digits, and of one that knows other classes."""
+    folder = tmp_path_factory.mktemp("runs")
+    data = tiny_data(folder)
+    train(tiny_config(data, "resnet29"), folder / "conv")
+    train(tiny_config(data, "p4resnet29_asc"), folder / "p4")
+    with np.load(data) as arrays:
+        two = dict(arrays)
+    for part in ("train", "test"):
+        keep = two[f"y_{part}"] < 2
+        two[f"x_{part}"], two[f"y_{part}"] = two[f"x_{part}"][keep], two[f"y_{part}"][keep]
+    np.savez(folder / "two.npz", **two)
+    train(tiny_config(folder / "two.npz", "p4resnet29_asc"), folder / "two")
+    return folder
+
+
+def test_a_run_is_shown_beside_its_counterpart(runs: Path) -> None:
+    assert [t.name for t in Study.open(runs / "conv").models] == ["conv", "digits_p4_asc"]
+    assert [t.name for t in Study.open(runs / "p4").models] == ["p4", "digits_asc"]
+
+
+def test_a_run_with_other_classes_is_shown_alone(runs: Path) -> None:
+    study = Study.open(runs / "two")
+    assert [t.name for t in study.models] == ["two"]
+    assert {sample.label for sample in study.samples} == {"0", "1"}
+    assert 2 < len(study.samples) <= 12
+
+
+def test_digits_stand_in_for_data_that_is_gone(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "two", tmp_path / "two")
+    config = json.loads((tmp_path / "two" / "config.json").read_text())
+    config["data"]["source"] = str(tmp_path / "gone.npz")
+    (tmp_path / "two" / "config.json").write_text(json.dumps(config))
+    study = Study.open(tmp_path / "two")
+    assert study.note.startswith("These digits stand in for the run's data, which cannot be read")
+    assert study.samples[0].image.shape == (1, 16, 16)
+
+
+@pytest.mark.parametrize("name", ["conv", "p4", "two"])
+def test_every_part_of_the_page_for_every_kind_of_run(runs: Path, name: str) -> None:
+    study = Study.open(runs / name)
+    view = View(study)
+    image = study.samples[0].image
+    for _, layer in view.layer_choices():
+        for angle in (0, 90, 33):
+            for part in view.everything(image, (3, 4), angle, layer, 3, 1):
+                ElementTree.fromstring(f"<div>{closed(part)}</div>")  # well-formed
+    filters = view.filters(image, (3, 4), 0, 0, 0, 0)
+    assert ("the same everywhere" in filters) == (name == "conv")
+    assert "validation" in view.curves()
+
+
+def closed(html: str) -> str:
+    """HTML as XML: empty elements closed, attributes quoted."""
+    return re.sub(r"(<(?:img|br)[^>]*)>", r"\1/>", html).replace("class=sc-best", 'class="sc-best"')
+
+
+# ---- the pictures ----
+
+
+def decode(address: str) -> np.ndarray:
+    return np.array(PIL.Image.open(io.BytesIO(base64.b64decode(address.partition("base64,")[2]))))
+
+
+def test_the_filters_shown_are_those_of_the_layer(study: Study) -> None:
+    """Every picture, decoded again, has the colours of the numbers that the layer computed with."""
+    image, pixel = study.samples[3].image, (5, 9)
+    for model in (0, 1):
+        found = study.inspect(model, image)
+        name = study.layer(model, 0)
+        view = found.look(name, pixel, 2)
+        assert view.alpha.sum((1, 2)).numpy() == pytest.approx(1, abs=1e-5)
+        assert torch.allclose(view.response(), view.output, atol=1e-4)
+        html = pictures.filters(view, 0)
+        shown = re.findall(r'src="([^"]+)" alt="(\S+)', html)
+        planes = len(view.group)
+        assert [title.rstrip(":") for _, title in shown] == ["V", "ψ", "α", "α·ψ", "α·β"] + (planes - 1) * [
+            "ψ", "α", "α·ψ", "α·β",
+        ]  # fmt: skip
+        scores = [decode(address) for address, title in shown if title == "α"]
+        expected = pictures.paint(view.alpha.numpy(), float(view.alpha.max()), pictures.POSITIVE)
+        assert np.array_equal(np.stack(scores), expected)
+        filters = [decode(address) for address, title in shown if title == "α·ψ"]
+        effective = view.effective[:, :, 0].numpy()
+        for p in range(planes):
+            painted = pictures.paint(effective[p], float(np.abs(effective).max()), pictures.SIGNED)
+            assert np.array_equal(filters[p], pictures.tile(painted))
+
+
+def test_colours() -> None:
+    signed = pictures.paint(np.array([[-2.0, 0.0, 2.0, np.nan]]), 2.0, pictures.SIGNED)[0].astype(int)
+    assert signed[0, 0] > signed[0, 2] + 50  # orange
+    assert signed[2, 2] > signed[2, 1] + 30  # violet
+    assert signed[1, :3].min() > 235  # white
+    assert signed[3].tolist() == [0, 0, 0, 0]
+    grey = pictures.paint(np.linspace(0, 1, 20)[None], 1.0, pictures.POSITIVE)[0].astype(float)
+    assert (np.diff(grey[:, :3] @ [0.3, 0.6, 0.1]) > 0).all()  # lighter, whatever one's eyes
+    assert pictures.paint(np.zeros((2, 2)), 0.0, pictures.SIGNED).shape == (2, 2, 4)
+
+
+@given(st.integers(1, 9), st.integers(1, 6))
+def test_tiles_keep_every_pixel(count: int, k: int) -> None:
+    tiles = np.random.default_rng(0).integers(1, 256, (count, k, k, 4), np.uint8)
+    whole = pictures.tile(tiles)
+    assert sorted(whole[whole[..., 3] > 0].tolist()) == sorted(tiles.reshape(-1, 4).tolist())
+
+
+def test_names_cannot_be_html() -> None:
+    name = '<script>alert("1")</script>'
+    image = np.zeros((3, 4, 4), np.uint8)
+    html = pictures.strip([Sample(image, name)], 0) + pictures.bars(np.ones(1), np.ones(1), [name])
+    assert "<script" not in html
+    assert html.count("&lt;script&gt;") == 3
+
+
+def test_the_most_probable_of_many_classes_are_shown() -> None:
+    probabilities = np.arange(100) / 4950
+    html = pictures.bars(probabilities, probabilities[::-1], [f"class {n}" for n in range(100)])
+    assert html.count("<li") == 10
+    assert "class 99<" in html
+    assert "class 0<" in html  # which was the most probable upright
+    assert "class 50<" not in html
+
+
+def test_curves_of_a_run() -> None:
+    rows: list[dict[str, Any]] = [
+        {"epoch": n, "train_loss": 2 / n, "val_loss": 3 / n, "train_accuracy": 1 - 1 / n, "val_accuracy": 0.5}
+        for n in range(1, 13)
+    ]
+    svgs = ElementTree.fromstring(curves(rows)).findall(".//svg")
+    assert [len(svg.findall("polyline")) for svg in svgs] == [2, 2]
+    loss = svgs[0].findall("polyline")[0].attrib["points"].split()
+    assert len(loss) == 12
+    heights = [float(point.split(",")[1]) for point in loss]
+    assert heights == sorted(heights)  # falls, that is goes down the picture
+    without = [row | {"val_loss": None, "val_accuracy": None, "train_loss": float("nan")} for row in rows[:1]]
+    assert "validation" not in curves(without)
+    assert "no epoch of it has ended" in curves([])
+
+
+# ---- uploads ----
+
+
+def png_that_claims(width: int, height: int) -> bytes:
+    """A PNG of a few bytes whose header promises so many pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(b"\0" * 99))
+        + chunk(b"IEND", b"")
+    )
+
+
+def test_uploads_are_prepared_as_training_images_are(tmp_path: Path) -> None:
+    photo = tmp_path / "photo.png"
+    PIL.Image.fromarray(np.full((50, 80, 3), (255, 0, 0), np.uint8)).save(photo)
+    colour, grey = read_upload(photo, 16, 3), read_upload(photo, 16, 1)
+    assert colour.shape == (3, 16, 16)
+    assert colour[:, 0, 0].tolist() == [255, 0, 0]
+    assert grey.shape == (1, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"no image", "bad.png: expected an image (BMP, GIF, JPEG, PNG, PPM, TIFF or WEBP); got none"),
+        (b"", "got none"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n", "got none"),
+        (png_that_claims(9000, 9000), "expected up to 40 million pixels; got 9000×9000, 81 million"),
+        (png_that_claims(90000, 90000), "expected up to 40 million pixels; got far more"),
+        (png_that_claims(600, 600), "bad.png: "),  # damaged: ends early
+    ],
+)
+def test_bad_uploads_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    file = tmp_path / "bad.png"
+    file.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        read_upload(file, 16, 1)
+    assert message in str(caught.value)
+    assert str(tmp_path) not in str(caught.value)
+
+
+def test_too_many_bytes_are_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "long.png"
+    with file.open("wb") as sparse:
+        sparse.truncate(_uploads.MAX_BYTES + 1)
+    monkeypatch.setattr(PIL.Image, "open", lambda *_, **__: pytest.fail("was opened"))
+    with pytest.raises(DataError, match=r"expected up to 16 MB; got 16\.0 MB"):
+        read_upload(file, 16, 1)
+
+
+# ---- the command ----
+
+
+def stopped(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["explore", "--no-open", *args])
+    return int(stop.value.code or 0), capsys.readouterr().err
+
+
+@pytest.fixture
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the command sets for itself is undone after the test."""
+    for name in ("GRADIO_ANALYTICS_ENABLED", "GRADIO_TEMP_DIR", "HF_HUB_OFFLINE"):
+        monkeypatch.setenv(name, "")
+
+
+@pytest.mark.usefixtures("own_environment")
+def test_what_the_command_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, said = stopped(capsys, "--port", str(port))
+    assert code == 2
+    assert said == (
+        f"selfconv: cannot listen on 127.0.0.1, port {port} (Address already in use); "
+        "give another --port, 0 for any\n"
+    )
+    assert stopped(capsys, "--port", "70000") == (2, "selfconv: port: expected 0 to 65535; got 70000\n")
+    code, said = stopped(capsys, "--port", "0", str(tmp_path))
+    assert code == 2
+    assert said == f"selfconv: {tmp_path}: expected the folder of a run; got other things\n"
+
+
+@pytest.mark.usefixtures("own_environment")
+def test_without_the_extra(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    assert stopped(capsys) == (2, "selfconv: explore: needs gradio; pip install 'selfconv[app]'\n")
+
+
+@pytest.mark.usefixtures("own_environment")
+@pytest.mark.parametrize(("host", "warned"), [("0.0.0.0", True), ("127.0.0.1", False), ("localhost", False)])
+def test_others_are_let_in_only_with_a_warning(
+    host: str, warned: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import uvicorn
+
+    allowed: list[Any] = []
+    monkeypatch.setattr(_server, "make_app", lambda run, host, port, hosts: allowed.append(hosts))
+    monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: None)
+    before = signal.getsignal(signal.SIGTERM)
+    cli.main(["explore", "--no-open", "--port", "0", "--host", host])
+    out, err = capsys.readouterr()
+    assert re.match(rf"The page is at http://{host}:\d+ ", out)
+    expected = f"selfconv: warning: --host {host}: everybody who can reach this machine can use the page\n"
+    assert err == (expected if warned else "")
+    assert (allowed == [None]) == warned
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_addresses_are_never_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradio import processing_utils
+
+    monkeypatch.setattr(processing_utils, "async_ssrf_protected_get", None)
+    _server.fetch_nothing()
+    with pytest.raises(ValueError, match="expected an uploaded file; got the address"):
+        asyncio.run(processing_utils.async_ssrf_protected_download("http://8.8.8.8/a.png", str(tmp_path)))
+
+
+# ---- the page in a browser ----
+
+CHROMIUM = (
+    "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync"
+)
+
+
+class Server:
+    """``selfconv explore`` in a process of its own, with a folder for its temporary files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.errors = folder.parent / "errors.txt"
+        with self.errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                command("explore", "--no-open", "--port", "0"),
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=environment(TMPDIR=str(folder)),
+            )
+        assert self.process.stdout is not None
+        said = self.process.stdout.readline()
+        found = re.fullmatch(r"The page is at (http://127\.0\.0\.1:(\d+)) \(Ctrl-C ends it\)\.\n", said)
+        assert found, (said, self.errors.read_text())
+        self.address, self.port = found[1], int(found[2])
+
+    def ask(
+        self, path: str, method: str = "GET", body: bytes | None = None, **headers: str
+    ) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection.request(method, path, body, headers)
+        answer = connection.getresponse()
+        text = answer.read(100_000).decode("utf-8", "replace")
+        self.headers = answer.headers
+        connection.close()
+        return answer.status, text
+
+    def end(self) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+        return self.process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("server") / "temporary"
+    folder.mkdir()
+    server = Server(folder)
+    yield server
+    server.end()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.fail("chromium is not installed: `make browser` installs it")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=chromium, args=[*CHROMIUM.split(), "--no-first-run"]
+        )
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(server: Server, browser: Browser) -> Iterator[Page]:
+    """The page, opened. Whatever a test does, nothing may leave the machine, and the console no error."""
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    requests: list[str] = []
+    problems: list[str] = []
+    page.on("request", lambda request: requests.append(request.url))
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.goto(server.address)
+    expect(page.locator(".sc-stage .sc-px")).to_be_visible()
+    yield page
+    page.close()
+    assert problems == []
+    assert len(requests) > 10
+    assert {urlsplit(url).hostname for url in requests if not url.startswith("data:")} == {"127.0.0.1"}
+
+
+def sources(page: Page, where: str) -> list[str | None]:
+    return [image.get_attribute("src") for image in page.locator(f"{where} img").all()]
+
+
+def upload(page: Page, name: str, content: bytes) -> None:
+    page.locator("input[type=file]").set_input_files(
+        [{"name": name, "mimeType": "image/png", "buffer": content}]
+    )
+
+
+def as_png(pixels: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    PIL.Image.fromarray(pixels).save(buffer, "png")
+    return buffer.getvalue()
+
+
+def test_a_click_shows_the_filters_of_that_pixel(page: Page) -> None:
+    filters = page.locator("#filters")
+    expect(filters).to_contain_text("row 8, column 8 of the 16×16 map")
+    before = sources(page, "#filters .sc-filters")
+    box = page.locator(".sc-stage").bounding_box()
+    assert box is not None
+    position = {"x": box["width"] * 4.5 / 16, "y": box["height"] * 2.5 / 16}
+    page.locator(".sc-stage").click(position=position)  # type: ignore[arg-type]
+    expect(filters).to_contain_text("row 2, column 4 of the 16×16 map")
+    after = sources(page, "#filters .sc-filters")
+    assert len(before) == len(after) == 5 + 17
+    assert after[1] == before[1]  # ψ is the same at every pixel
+    assert after[2] != before[2]  # α is not
+    assert after[3] != before[3]
+
+
+def test_the_keyboard_is_enough(page: Page) -> None:
+    filters = page.locator("#filters")
+    page.locator(".sc-focus").focus()
+    page.keyboard.press("ArrowDown")
+    expect(filters).to_contain_text("row 9, column 8")
+    page.keyboard.press("ArrowLeft")
+    expect(filters).to_contain_text("row 9, column 7")
+    page.get_by_role("button", name="↺ 90°").press("Enter")
+    expect(page.locator("#predictions")).to_contain_text("p4: same prediction")
+    page.get_by_label("range slider for Turn").press("ArrowRight")
+    expect(page.locator("#maps")).to_contain_text("turned 91°")
+    page.get_by_role("button", name="sample: 3").press("Enter")
+    expect(page.locator("#predictions")).to_contain_text("p4: predicts 3")
+
+
+def test_turning_leaves_the_p4_prediction(page: Page) -> None:
+    predictions = page.locator("#predictions")
+    page.get_by_role("button", name="sample: 6").click()
+    expect(predictions).to_contain_text("planar: predicts 6")
+    expect(predictions).to_contain_text("p4: predicts 6")
+    before = sources(page, "#stage")
+    for turned in ("90°", "180°", "-90°"):
+        page.get_by_role("button", name="↺ 90°").click()
+        expect(page.locator("#maps")).to_contain_text(f"turned {turned}")
+        p4 = predictions.locator("[data-model=p4] [role=status]").inner_text()
+        said = re.fullmatch(r"p4: same prediction, probabilities (are identical|differ by (\de-\d+))", p4)
+        assert said, p4
+        assert float(said[2] or 0) < 1e-5
+        expect(page.locator("#maps [data-model=p4]")).to_contain_text("the maps turn with the image")
+        expect(page.locator("#maps [data-model=planar]")).to_contain_text("the maps do not follow")
+    expect(predictions).to_contain_text("planar: prediction changed from 6 to")
+    assert sources(page, "#stage") != before
+    page.get_by_role("button", name="Upright").click()
+    expect(predictions).to_contain_text("p4: predicts 6")
+    assert sources(page, "#stage") == before
+
+
+def test_layer_head_and_channel(page: Page) -> None:
+    def choose(label: str, option: str) -> None:
+        page.get_by_label(label, exact=True).click()
+        page.get_by_role("option", name=option, exact=True).click()
+
+    planar = page.locator("#filters [data-model=planar]")
+    choose("Layer", "stage 3, block 1: 8×8 map")
+    expect(planar).to_contain_text("stage 3, block 1: row 4, column 4 of the 8×8 map, head 1, channel 1")
+    choose("Channel", "3")
+    expect(planar).to_contain_text("head 1, channel 3")
+    before = sources(page, "#filters [data-model=planar] .sc-filters")
+    choose("Head", "2")
+    expect(planar).to_contain_text("head 2, channel 3")
+    assert sources(page, "#filters [data-model=planar] .sc-filters") != before
+
+
+def test_uploads(page: Page, server: Server) -> None:
+    before = sources(page, "#stage")
+    upload(page, "photo.png", as_png(np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)))
+    expect(page.get_by_text("photo.png, 16×16")).to_be_visible()
+    shown = sources(page, "#stage")
+    assert shown != before
+    upload(page, "broken <b>.png", as_png(np.zeros((30, 30), np.uint8))[:60])
+    expect(page.get_by_role("alert")).to_contain_text("broken")
+    upload(page, "bomb.png", png_that_claims(60000, 60000))
+    expect(page.get_by_role("alert")).to_contain_text("bomb.png: expected up to 40 million pixels")
+    assert sources(page, "#stage") == shown
+    upload(page, "large.png", b"\x89PNG" + bytes(_uploads.MAX_BYTES))
+    expect(page.get_by_text("exceed the maximum allowed size")).to_be_visible()
+    page.get_by_role("button", name="sample: 3").click()  # still usable
+    expect(page.locator("#predictions")).to_contain_text("p4: predicts 3")
+    assert [path for path in server.folder.rglob("*.png") if path.is_file()] == []
+
+
+def test_the_other_tabs(page: Page) -> None:
+    page.get_by_role("tab", name="Curves").click()
+    expect(page.get_by_role("img", name=re.compile("Accuracy over .* epochs"))).to_have_count(2)
+    page.get_by_role("tab", name="Explained").click()
+    expect(page.get_by_text("The template reweighted by the scores")).to_be_visible()
+
+
+def test_a_narrow_screen_scrolls_one_way(page: Page) -> None:
+    page.set_viewport_size({"width": 400, "height": 800})
+    for tab in ("Explore", "Curves", "Explained"):
+        page.get_by_role("tab", name=tab).click()
+        page.wait_for_timeout(200)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400
+
+
+# ---- what the server refuses ----
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/gradio_api/file=/etc/passwd",
+        "/gradio_api/file=../../../../etc/passwd",
+        "/gradio_api/file=%2fetc%2fpasswd",
+        "/file=/etc/passwd",
+        "/file/etc/passwd",
+        "/gradio_api/file=http://example.com/",
+        "/gradio_api/proxy=http://example.com/",
+        "/gradio_api/stream/x",
+        "/assets/../../../../../../etc/passwd",
+        "/assets/%2e%2e/%2e%2e/%2e%2e/%2e%2e/%2e%2e/%2e%2e/etc/passwd",
+        "/static/..%2f..%2f..%2f..%2f..%2f..%2fetc/passwd",
+        "/static//etc/passwd",
+        "//etc/passwd",
+        "/../../etc/passwd",
+        "/gradio_api/info",
+        "/docs",
+        "/openapi.json",
+        "/monitoring",
+    ],
+)
+def test_files_and_other_services_are_out_of_reach(server: Server, path: str) -> None:
+    status, text = server.ask(path)
+    assert status in (403, 404)
+    assert "root:" not in text
+
+
+def test_a_request_cannot_name_a_file_of_the_machine(server: Server, tmp_path: Path) -> None:
+    """The call that the upload button makes, with other people's files in place of an upload."""
+    PIL.Image.new("L", (9, 9)).save(tmp_path / "secret.png")
+    status, text = server.ask("/config")
+    assert status == 200
+    config = json.loads(text) if text.rstrip().endswith("}") else {}
+    number = next(
+        (d["id"] for d in config.get("dependencies", []) if ["upload"] in [t[1:] for t in d["targets"]]), 1
+    )
+    for path in (str(tmp_path / "secret.png"), "http://127.0.0.1:9/x.png"):
+        body = {
+            "data": [{"path": path, "meta": {"_type": "gradio.FileData"}}, None, None, 0, 0, 0, 0],
+            "fn_index": number,
+            "session_hash": "abc",
+        }
+        text = json.dumps(body)
+        status, _ = server.ask(
+            "/gradio_api/queue/join", "POST", text.encode(), **{"content-type": "application/json"}
+        )
+        assert status == 200
+        status, answer = server.ask("/gradio_api/queue/data?session_hash=abc")
+        print(answer)
+        assert '"success":false' in answer.replace(" ", "")
+        assert "secret.png, 16" not in answer
+
+
+def test_only_the_page_itself_may_ask(server: Server) -> None:
+    assert server.ask("/")[0] == 200
+    policy = server.headers["content-security-policy"]
+    assert "default-src 'self'" in policy
+    assert "http" not in policy
+    assert server.headers["x-content-type-options"] == "nosniff"
+    assert server.ask("/", host="evil.example")[0] == 403
+    assert server.ask("/", host="evil.example:80@127.0.0.1")[0] in (200, 400, 403)
+    assert server.ask("/", origin="http://evil.example")[0] == 403
+    assert server.ask("/", origin="null")[0] == 403
+    assert server.ask("/", origin=server.address)[0] == 200
+    assert server.ask("/gradio_api/queue/join", "POST", b"{}" + b" " * 2**20)[0] == 413
+
+
+def test_ctrl_c_ends_it_and_leaves_nothing(server: Server, browser: Browser) -> None:
+    """The last test: the server is gone after it."""
+    page = browser.new_page()
+    page.goto(server.address)
+    expect(page.locator(".sc-stage")).to_be_visible()
+    assert any(server.folder.iterdir())  # the folder for uploads
+    assert server.end() == 0
+    page.close()
+    assert "Traceback" not in server.errors.read_text()
+    assert list(server.folder.iterdir()) == []

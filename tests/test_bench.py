@@ -157,3 +157,18 @@ def test_the_same_figures_give_the_same_bytes(tmp_path: Path) -> None:
 def test_bad_options_are_restated(options: BenchOptions, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run_bench(options)
+
+
+def test_the_textbook_form_is_the_operation() -> None:
+    found = []
+    for make in (
+        lambda: _ops.textbook(2, 16, 7, 5, CPU),
+        lambda: _ops.attention("asc", "reference", 2, 16, 7, 5, CPU),
+    ):
+        torch.manual_seed(0)
+        layer = make()
+        x = layer.x.detach().requires_grad_()
+        out = layer.run(x)
+        found.append([out, *torch.autograd.grad(out.sin().sum(), [x, *layer.parameters])])
+    for actual, expected in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from selfconv.groups import get_group
@@ -85,6 +86,27 @@ def attention(
     return Layer(run, [f for f in filters if f is not None], x, flops, unfolds=backend == "eager")
 
 
+def textbook(batch: int, channels: int, size: int, kernel: int, device: torch.device) -> Layer:
+    """Planar ASC as local attention is commonly written: ``F.unfold`` lays out k² copies of keys and values.
+
+    Our own eager form makes its copies with fewer passes over memory; both are measured.
+    """
+    layer = attention("asc", "eager", batch, channels, size, kernel, device)
+    psi_k, beta_k, psi_v, beta_v = (f.flatten(1)[..., None] for f in layer.parameters)  # [C, k·k, 1]
+
+    def neighbours(f: Tensor, psi: Tensor, beta: Tensor) -> Tensor:
+        copies = F.unfold(f, kernel, padding=kernel // 2).unflatten(1, (channels, -1))  # [N, C, k·k, h·w]
+        return (copies * psi + beta).unflatten(1, (HEADS, -1))
+
+    def run(x: Tensor) -> Tensor:
+        q, k, v = x.split(channels, 1)
+        query = q.flatten(2).unflatten(1, (HEADS, -1)).unsqueeze(3)  # [N, heads, d, 1, h·w]
+        scores = (query * neighbours(k, psi_k, beta_k)).sum(2, keepdim=True) * (HEADS / channels)
+        return (scores.softmax(3) * neighbours(v, psi_v, beta_v)).sum(3).reshape(v.shape)
+
+    return Layer(run, layer.parameters, layer.x, layer.flops, unfolds=True)
+
+
 def convolution(group: str, batch: int, channels: int, size: int, device: torch.device) -> Layer:
     """The 3×3 (group) convolution that the operation stands in for."""
     order = len(get_group(group))
@@ -104,6 +126,7 @@ def contenders(batch: int, channels: int, size: int, device: torch.device) -> di
         "SASA": attention("sasa", None, *shape),
         "p4 ASC": attention("p4 asc", None, *shape),
         "ASC, unfold": attention("asc", "eager", *shape),
+        "ASC, F.unfold": textbook(*shape),
         "ASC, unfold compiled": compiled(attention("asc", "eager", *shape)),
         "p4 ASC, unfold": attention("p4 asc", "eager", *shape),
         "3x3 convolution": convolution("z2", batch, channels, size, device),

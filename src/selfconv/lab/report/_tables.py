@@ -111,7 +111,7 @@ def notes(group: Group) -> list[str]:
         found.append("Turned images: the mean accuracy on the test images turned by 90°, 180° and 270°.")
     if any(row.equivariance_error is not None for row in group.rows):
         found.append(
-            "Equivariance error: the largest relative change of the outputs under quarter turns, over all runs."
+            "Equivariance error: the largest relative change of outputs under quarter turns, over all runs."
         )
     if any(row.images_per_second for row in group.rows):
         found.append("Images/s: in training, the mean over runs.")

@@ -20,7 +20,7 @@ from selfconv.nn import AffineSelfConv2d, LiftingConv2d, LocalAttention2d
 def filters_figure() -> Figure:
     digit = load_data("digits").test.images[3:4].float() / 255  # [1, 1, 16, 16]
     lift = LiftingConv2d(1, 8, 3, padding=1, bias=False)
-    layer = AffineSelfConv2d(8, 8, 5, num_heads=4, scale=1.0)
+    layer = AffineSelfConv2d(8, 8, 5, num_heads=4)
     with torch.no_grad():
         alpha = layer.attention_weights(lift(digit))[0, 0]  # [k, k, h, w], of the first head
     psi = _template(layer)

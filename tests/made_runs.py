@@ -24,6 +24,7 @@ def make_run(
     options: dict[str, Any] | None = None,
     recipe: dict[str, Any] | None = None,
     images: int = 45_000,
+    digest: str = "0" * 64,
     curve: Sequence[tuple[float, float | None]] = ((0.5, 0.4), (0.8, 0.7)),
     evaluation: dict[str, Any] | None = None,
     **changes: Any,
@@ -34,7 +35,11 @@ def make_run(
     record = {
         "model": model,
         "parameters": parameters,
-        "data": {"name": data, "images": {"train": images, "val": 5000, "test": 10_000}},
+        "data": {
+            "name": data,
+            "digest": digest,
+            "images": {"train": images, "val": 5000, "test": 10_000},
+        },
         "config": content,
         "seed": seed,
         "test_accuracy": accuracy,

@@ -309,6 +309,16 @@ def test_other_recipes_are_other_groups(tmp_path: Path) -> None:
     assert [(g.title, len(g.trials)) for g in study.groups] == [("CIFAR-10", 2), ("CIFAR-10, epochs 1", 1)]
 
 
+def test_other_data_of_the_same_name_are_another_group(tmp_path: Path) -> None:
+    for seed, digest in enumerate(("a" * 64, "a" * 64, "b" * 64)):
+        make_run(tmp_path / str(seed), seed=seed, data="photos", digest=digest)
+    [study] = studies(tmp_path)
+    assert [(g.title, len(g.trials)) for g in study.groups] == [
+        ("photos, data aaaaaaaa", 2),
+        ("photos, data bbbbbbbb", 1),
+    ]
+
+
 def test_reduced_budgets_are_told_without_a_plan(tmp_path: Path) -> None:
     make_run(tmp_path / "runs" / "a", recipe={"epochs": 1}, images=4500)
     written = report(tmp_path / "runs")

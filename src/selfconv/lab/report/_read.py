@@ -17,6 +17,7 @@ from selfconv.lab.claims import label
 from selfconv.lab.config import RunConfig
 
 PLAN, FAILED = "plan.json", "failed.json"
+NO_MATTER = ("source", "device", "checkpoint_minutes")  # options that say where and how often, not what
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Trial:
     images_per_second: float | None
     seconds: float | None
     images: dict[str, int]  # in each part of the data
+    digest: str  # of the data
     epochs: tuple[Epoch, ...]
     machine: str
     versions: str
@@ -87,6 +89,7 @@ def read(folders: Sequence[Path]) -> Found:
     for root in sorted(root for root in roots if not roots & {*root.parents}):
         _collect(root, found)
     found.trials.sort(key=lambda trial: trial.name)
+    _tell_data_apart(found)
     _keep_distinct(found)
     found.problems.sort()
     if not found.trials:
@@ -129,6 +132,18 @@ def _walk(root: Path) -> Iterator[Path]:
 
 def _is_run(folder: Path) -> bool:
     return (folder / "config.json").is_file() or (folder / "record.json").is_file()
+
+
+def _tell_data_apart(found: Found) -> None:
+    """Runs that no plan knows, on different data of the same name, are not averaged."""
+    digests: dict[str, set[str]] = {}
+    for trial in found.trials:
+        if not trial.place.planned:
+            digests.setdefault(trial.place.group, set()).add(trial.digest)
+    for i, trial in enumerate(found.trials):
+        if not trial.place.planned and len(digests[trial.place.group]) > 1:
+            group = f"{trial.place.group}, data {trial.digest[:8] or 'unknown'}"
+            found.trials[i] = replace(trial, place=replace(trial.place, group=group))
 
 
 def _keep_distinct(found: Found) -> None:
@@ -227,6 +242,7 @@ def _trial(folder: Path, name: str, place: Place | None) -> Trial:
         images_per_second=_optional(record, "images_per_second"),
         seconds=_optional(record, "train_seconds"),
         images={k: v for k, v in images.items() if isinstance(v, int)} if isinstance(images, dict) else {},
+        digest=str(data.get("digest", "")),
         epochs=_epochs(folder / "metrics.jsonl"),
         machine=_machine(record.get("machine")),
         versions=_versions(record.get("versions")),
@@ -263,9 +279,9 @@ def _bare(config: RunConfig, options: tuple[tuple[str, str], ...], data: str) ->
 def _options(config: RunConfig, data: str) -> tuple[tuple[str, str], ...]:
     base = RunConfig.of(data, config.model.name)
     found = []
-    for part in ("model", "data", "recipe"):
+    for part in ("model", "data", "recipe", "engine"):
         ours, theirs = vars(getattr(config, part)), vars(getattr(base, part))
-        found += [(k, _value(v)) for k, v in ours.items() if v != theirs[k] and k != "source"]
+        found += [(k, _value(v)) for k, v in ours.items() if v != theirs[k] and k not in NO_MATTER]
     return tuple(found)
 
 

@@ -37,7 +37,7 @@ def columns(group: Group) -> list[Column]:
     if any(row.equivariance_error is not None for row in group.rows):
         found.append(Column("Equivariance error", _error, OURS))
     if any(row.images_per_second for row in group.rows):
-        found.append(Column("Training images/s", _speed, OURS))
+        found.append(Column("Images/s", _speed, OURS))
     if compared(group):
         found += [
             Column("Accuracy, %", lambda row: _mean(row.paper.accuracy if row.paper else None), PAPERS),
@@ -111,6 +111,8 @@ def notes(group: Group) -> list[str]:
         found.append("Turned images: the mean accuracy on the test images turned by 90°, 180° and 270°.")
     if any(row.equivariance_error is not None for row in group.rows):
         found.append("Equivariance error: the largest of all runs.")
+    if any(row.images_per_second for row in group.rows):
+        found.append("Images/s: in training, the mean over runs.")
     if group.shared:
         found.append("Other than by default, in all runs: " + _listed(group.shared) + ".")
     return found

@@ -110,7 +110,9 @@ def notes(group: Group) -> list[str]:
     if any(row.turned for row in group.rows):
         found.append("Turned images: the mean accuracy on the test images turned by 90°, 180° and 270°.")
     if any(row.equivariance_error is not None for row in group.rows):
-        found.append("Equivariance error: the largest of all runs.")
+        found.append(
+            "Equivariance error: the largest relative change of outputs under quarter turns, over all runs."
+        )
     if any(row.images_per_second for row in group.rows):
         found.append("Images/s: in training, the mean over runs.")
     if group.shared:

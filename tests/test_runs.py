@@ -318,7 +318,7 @@ with claim(folder, Run(folder).config, resume=True):
             [sys.executable, "-c", program, str(tmp_path / "run")], capture_output=True, text=True
         )
     assert rival.returncode == 1
-    assert f"RunError: {tmp_path / 'run'}: another process is writing to this run" in rival.stderr
+    assert f"RunBusy: {tmp_path / 'run'}: another process is writing to this run" in rival.stderr
     with claim(tmp_path / "run", config, resume=True):
         pass
 

@@ -15,7 +15,7 @@ from selfconv.lab._memory import keep_memory
 from selfconv.lab._trainer import Trainer
 from selfconv.lab.config import RunConfig
 from selfconv.lab.evaluate import VIEWS
-from selfconv.lab.plans import Plan, Trial
+from selfconv.lab.plans import Plan, Trial, count
 from selfconv.lab.training import make_accelerator
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def plan_table(plan: Plan, pending: Sequence[Trial], data: Dataset) -> Table:
         )
     table.caption = (
         f"About {shown_time(total)} for {len(pending)} runs, one after another on this machine with "
-        f"{torch.get_num_threads()} threads; from {STEPS} steps of each network"
+        f"{count(torch.get_num_threads(), 'thread')}; from {STEPS} steps of each network"
     )
     table.caption_justify = "left"
     return table

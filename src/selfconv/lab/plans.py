@@ -256,8 +256,8 @@ def make_plan(name: str, budget: Budget | None = None) -> Plan:
     epochs = [(t.config.recipe.epochs, paper_recipe(t.config.model.name).epochs) for t in trials]
     reduced = [
         *outline.reduced,
-        *(f"{_count(ours, 'epoch')} instead of {papers}" for ours, papers in epochs if ours < papers),
-        *([f"{_count(seeds, 'run')} of each network instead of {whole}"] * (seeds < whole)),
+        *(f"{count(ours, 'epoch')} instead of {papers}" for ours, papers in epochs if ours < papers),
+        *([f"{count(seeds, 'run')} of each network instead of {whole}"] * (seeds < whole)),
         *([f"{len(lines)} of {len(outline.lines)} lines"] * (len(lines) < len(outline.lines))),
     ]
     return Plan(name, outline.title, outline.data.source, tuple(trials), tuple(dict.fromkeys(reduced)))
@@ -270,5 +270,5 @@ def _recipe(outline: Outline, model: str, source: str) -> Recipe:
     return fast_recipe(model) if source == "digits" else paper_recipe(model)
 
 
-def _count(number: int, word: str) -> str:
+def count(number: int, word: str) -> str:
     return f"{number:,} {word}" + "s" * (number != 1)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from selfconv import cli
 from selfconv.lab.evaluate import logits
 from selfconv.lab.runs import RunError
 from selfconv.lab.trained import Trained
@@ -23,6 +24,7 @@ NAMES = ["digits_asc", "digits_conv", "digits_p4_asc"]
 
 def test_what_is_shipped() -> None:
     assert list_pretrained() == NAMES
+    assert all(name in str(cli.figures.__doc__) for name in NAMES)
     for name in NAMES:
         files = {path.name: path for path in (WEIGHTS / name).iterdir()}
         assert set(files) == {"config.json", "model.safetensors", "record.json", "metrics.jsonl"}

@@ -161,7 +161,7 @@ def figures(
         image: Image file; by default the first test image of the run's data.
         layer: Name of a self-convolution layer; by default the first.
         pixel: Row and column in the layer's map; by default where the image changes most.
-        head: By default the one that looks most narrowly there.
+        head: By default one that chooses among the neighbours there.
     """
     from selfconv.lab.trained import Trained
     from selfconv.visualize._write import write_figures

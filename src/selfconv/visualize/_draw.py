@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,12 @@ def new_figure(width: float, height: float) -> Figure:
             "pictures need matplotlib: pip install 'selfconv[plot]'", name="matplotlib"
         ) from None
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def headline(figure: Figure, *lines: str) -> None:
+    """The title of a figure, in as many lines as its width asks for."""
+    width = int(10 * figure.get_figwidth())  # letters
+    figure.suptitle("\n".join(part for line in lines for part in textwrap.wrap(line, width)), fontsize=LARGE)
 
 
 def bare(axes: Axes, title: str = "") -> None:
@@ -92,8 +99,12 @@ def mosaic(tiles: Tensor) -> Tensor:
     return framed.permute(0, 2, 1, 3).reshape(rows * (k + 1), columns * (k + 1))[:-1, :-1]
 
 
-def colour_bar(figure: Figure, shown: Any, axes: Axes | Sequence[Axes], label: str = "") -> None:
-    bar = figure.colorbar(shown, ax=axes, shrink=0.85, aspect=25)
+def colour_bar(
+    figure: Figure, shown: Any, axes: Axes | Sequence[Axes], label: str = "", *, inside: bool = False
+) -> None:
+    """A scale to the right of some axes, or inside of one."""
+    place = {"cax": axes} if inside else {"ax": axes, "shrink": 0.85, "aspect": 25}
+    bar = figure.colorbar(shown, **place)
     bar.ax.tick_params(labelsize=SMALL)
     bar.ax.locator_params(nbins=4)
     if label:

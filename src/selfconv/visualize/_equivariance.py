@@ -41,6 +41,9 @@ def equivariance_view(
     group = get_group(getattr(model, "group", "z2") if group is None else group)
     if len(group) == 1:
         group = get_group("p4")
+    own = getattr(model, "group", None)
+    if isinstance(own, Group) and len(own) > 1 and own != group:
+        raise ValueError(f"group: expected {own.name!r}, on which this model's maps live; got {group.name!r}")
     batch = as_batch(image)
     runs = [trace(model, transform(batch, s, group)) for s in group]
     first = runs[0]

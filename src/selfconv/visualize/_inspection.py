@@ -151,8 +151,7 @@ class Inspection:
         −Σ_y α log α over its largest possible value, log k²: 0 where a head looks at one neighbour alone, 1
         where at all of the window alike.
         """
-        alpha = self.alpha(layer).flatten(2, 3)  # [heads, P, k·k, h, w]
-        return torch.special.entr(alpha).sum(2) / max(math.log(alpha.shape[2]), 1e-300)
+        return relative_entropy(self.alpha(layer).flatten(2, 3), 2)
 
     @torch.no_grad()
     def _operation(self, info: LayerInfo) -> _Operation:
@@ -255,6 +254,11 @@ def layer_filters(layer: LocalAttention2d) -> LayerFilters:
     return LayerFilters(
         *filled(psi_k, beta_k, layer.key_channels), *filled(psi_v, beta_v, layer.out_channels)
     )
+
+
+def relative_entropy(alpha: Tensor, dim: int) -> Tensor:
+    """−Σ α log α over the largest it can be; 0 if there is but one weight."""
+    return torch.special.entr(alpha).sum(dim) / max(math.log(alpha.shape[dim]), 1.0)
 
 
 # ---- cutting out ----

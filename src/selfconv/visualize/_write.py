@@ -14,7 +14,14 @@ from selfconv.lab.trained import Trained
 from selfconv.visualize import figures
 from selfconv.visualize._draw import element_names
 from selfconv.visualize._equivariance import EquivarianceView, equivariance_view
-from selfconv.visualize._inspection import Inspection, LayerInfo, Pixel, PixelView, layer_filters
+from selfconv.visualize._inspection import (
+    Inspection,
+    LayerInfo,
+    Pixel,
+    PixelView,
+    layer_filters,
+    relative_entropy,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,7 +42,7 @@ def write_figures(
         image: a file; by default the first test image of the data set.
         layer: by default the first self-convolution layer.
         pixel: row and column of the layer's map; by default where the image has its steepest edge.
-        head: by default the one that looks most narrowly there.
+        head: by default one that chooses among the neighbours there: neither all alike nor one alone.
     """
     pixels = trained.open_data().test.images[0] if image is None else trained.read_image(image)
     made = list(model_figures(trained, pixels, layer, pixel, head))  # all of them before any is written
@@ -61,9 +68,8 @@ def model_figures(
         layer = info.name
     elif pixel is not None or head is not None:
         raise ValueError(f"{trained.name} has no self-convolution layer, and so no pixel or head to look at")
-    turned = equivariance_view(
-        trained.model, trained.normalise(pixels[None]), list(inspection.maps)[-1] if layer is None else layer
-    )
+    layer = list(inspection.maps)[:2][-1] if layer is None else layer  # after the stem
+    turned = equivariance_view(trained.model, trained.normalise(pixels[None]), layer)
     images = [turned.group.act_planar(shown, s) for s in turned.group]
     labels = {trained.name: predictions(trained, turned)}
     yield "equivariance", figures.equivariance_figure(images, {trained.name: turned}, labels)
@@ -75,7 +81,7 @@ def choose_view(inspection: Inspection, info: LayerInfo, pixel: Pixel | None, he
         pixel = inspection.to_map(info.name, steepest(inspection.image))
     if head is None:
         views = inspection.look_all(info.name, pixel)
-        return max(views, key=lambda view: float(view.alpha.flatten(1).amax(1).mean()))
+        return min(views, key=lambda v: abs(float(relative_entropy(v.alpha.flatten(1), 1).mean()) - 0.5))
     return inspection.look(info.name, pixel, head)
 
 
@@ -96,7 +102,7 @@ def steepest(image: Tensor) -> Pixel:
 def predictions(trained: Trained, view: EquivarianceView) -> list[str]:
     """What a model takes each turned image for, and how sure it is."""
     probabilities = torch.stack(view.outputs).softmax(1)
-    names = trained.data.class_names
+    names = [name if len(name) <= 14 else f"{name[:13]}…" for name in trained.data.class_names]
     return [f"“{names[int(p.argmax())]}” {float(p.max()):.1%}" for p in probabilities]
 
 
@@ -104,8 +110,12 @@ def save(figure: Figure, stem: Path) -> list[Path]:
     """As PNG and as SVG, the same bytes for the same figure."""
     from matplotlib import rc_context
 
-    paths = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
+    png, svg = stem.with_suffix(".png"), stem.with_suffix(".svg")
+    save_png(figure, png)
     with rc_context({"svg.hashsalt": "selfconv"}):
-        figure.savefig(paths[0], dpi=110)
-        figure.savefig(paths[1], metadata={"Date": None})
-    return paths
+        figure.savefig(svg, metadata={"Date": None})
+    return [png, svg]
+
+
+def save_png(figure: Figure, path: Path) -> None:
+    figure.savefig(path, dpi=110)

@@ -6,6 +6,7 @@ weights, purple and orange for what has a sign, white where it is zero.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from selfconv.visualize._draw import (
     draw_image,
     draw_values,
     element_names,
+    headline,
     limit_of,
     mark_centre,
     mark_window,
@@ -82,7 +84,8 @@ def _filter_of(filters: Tensor, view: PixelView, channel: int) -> Tensor:
 
 
 def _where(view: PixelView, channel: int) -> str:
-    return f"{view.layer}, head {view.head}, channel {channel}"
+    seen = ", of all channels that the dense ψ reads the same one" if view.dense else ""
+    return f"{view.layer}, head {view.head}, channel {channel}{seen}"
 
 
 def _equation(view: PixelView, p: int, channel: int) -> str:
@@ -104,7 +107,7 @@ def _draw_place(axes: Axes, image: Tensor, view: PixelView) -> None:
 
 def _planar_pixel(image: Tensor, view: PixelView, channel: int) -> Figure:
     k = view.alpha.shape[-1]
-    figure = new_figure(12.4, 3.0)
+    figure = new_figure(12.4, 3.5)
     axes = figure.subplots(1, 6)
     _draw_place(axes[0], image, view)
     panels = [
@@ -122,10 +125,10 @@ def _planar_pixel(image: Tensor, view: PixelView, channel: int) -> Figure:
         shown = draw_values(place, values, colours, limit_of(values), title)
         mark_centre(place, k)
         below_bar(figure, shown, place)
-    figure.suptitle(
-        f"Affine self convolution at one pixel, Eq. 11: Σ α·ψ·V + Σ α·β = {_equation(view, 0, channel)}"
-        f"   ({_where(view, channel)})",
-        fontsize=LARGE,
+    headline(
+        figure,
+        f"Affine self convolution at one pixel, Eq. 11: Σ α·ψ·V + Σ α·β = {_equation(view, 0, channel)}",
+        _where(view, channel),
     )
     return figure
 
@@ -134,35 +137,32 @@ def _group_pixel(image: Tensor, view: PixelView, channel: int) -> Figure:
     k, order, names = view.alpha.shape[-1], len(view.group), element_names(view.group)
     values = view.neighbourhood[:, _seen_channel(view, channel)]  # [R, k, k]
     effective, positional = _filter_of(view.effective, view, channel), view.positional[:, channel]
-    figure = new_figure(1.35 * (order + 2) + 2.6, 1.42 * (order + 1) + 1.3)
-    grid = figure.subplots(order + 1, order + 2)
+    figure = new_figure(1.5 * (order + 2) + 2.2, 1.42 * (order + 1) + 1.3)
+    grid = figure.subplots(order + 1, order + 4, width_ratios=[1] * (order + 2) + [0.08, 0.08])
     _draw_place(grid[0, 0], image, view)
-    value_limit, filter_limit = limit_of(values), limit_of(effective, positional)
-    for r, place in enumerate(grid[0, 1:-1]):
-        shown_values = draw_values(place, values[r], SIGNED, value_limit, f"V(R, ·)\nR = {names[r]}")
+    for r, place in enumerate(grid[0, 1 : order + 1]):
+        shown = draw_values(place, values[r], SIGNED, limit_of(values), f"V(R, ·)\nR = {names[r]}")
         mark_centre(place, k)
-    grid[0, -1].axis("off")
+    for place in grid[0, order + 1 : -1]:
+        place.axis("off")
+    colour_bar(figure, shown, grid[0, -1], "V", inside=True)
     for p, row in enumerate(grid[1:]):
-        shown_alpha = draw_values(row[0], view.alpha[p], POSITIVE, limit_of(view.alpha))
-        for r, place in enumerate(row[1:-1]):
-            shown_filters = draw_values(place, effective[p, r], SIGNED, filter_limit)
-        draw_values(row[-1], positional[p], SIGNED, filter_limit)
-        row[0].set_ylabel(f"P = {names[p]}", fontsize=MEDIUM)
-        row[-1].set_xlabel(_equation(view, p, channel), fontsize=SMALL)
-        for place in row:
+        limit = limit_of(effective[p], positional[p])  # a scale for each row: planes differ a lot
+        shown_alpha = draw_values(row[0], view.alpha[p], POSITIVE, limit_of(view.alpha[p]))
+        for place, filters in zip(row[1 : order + 2], [*effective[p], positional[p]], strict=True):
+            shown = draw_values(place, filters, SIGNED, limit)
+        for place in row[: order + 2]:
             mark_centre(place, k)
-    grid[1, 0].set_title("α, Eq. 19", fontsize=MEDIUM)
-    for place in grid[1, 1:-1]:
-        place.set_title("α·ψ", fontsize=MEDIUM)
-    grid[1, -1].set_title("α·β", fontsize=MEDIUM)
-    colour_bar(figure, shown_values, list(grid[0]), "V")
-    half = (order + 2) // 2
-    colour_bar(figure, shown_alpha, list(grid[1:half, :].flat), "α")
-    colour_bar(figure, shown_filters, list(grid[half:, :].flat), "α·ψ and α·β")
-    figure.suptitle(
-        f"Affine self convolution on {view.group}, Eq. 20: a row for each plane P; Σ α·ψ·V + Σ α·β = output\n"
-        f"{_where(view, channel)}",
-        fontsize=LARGE,
+        colour_bar(figure, shown_alpha, row[-2], "α", inside=True)
+        colour_bar(figure, shown, row[-1], "α·ψ, α·β", inside=True)
+        row[0].set_ylabel(f"P = {names[p]}", fontsize=MEDIUM)
+        row[order + 1].set_xlabel(_equation(view, p, channel), fontsize=SMALL)
+    for place, title in zip(grid[1], ["α, Eq. 19", *["α·ψ"] * order, "α·β"], strict=False):
+        place.set_title(title, fontsize=MEDIUM)
+    headline(
+        figure,
+        f"Affine self convolution on {view.group}, Eq. 20: a row for each plane P; Σ α·ψ·V + Σ α·β = output",
+        _where(view, channel),
     )
     return figure
 
@@ -199,9 +199,8 @@ def schematic_figure(image: Tensor, view: PixelView, channel: int | None = None)
             below_bar(figure, draw_values(place, values, colours, limit_of(values), title), place)
             mark_centre(place, len(alpha))
         row[-1].set_xlabel(f"Σ = {_number(float(product.sum()))}", fontsize=MEDIUM)
-    figure.suptitle(
-        f"Three ways to read the neighbourhood of a pixel x = {view.pixel}  ({_where(view, channel)})",
-        fontsize=LARGE,
+    headline(
+        figure, f"Three ways to read the neighbourhood of a pixel x = {view.pixel}", _where(view, channel)
     )
     return figure
 
@@ -228,10 +227,7 @@ def entropy_figure(image: Tensor, entropy: Tensor, layer: str, planes: Sequence[
             place = grid[p, head + 1]
             shown = draw_values(place, entropy[head, p], POSITIVE, 1.0, f"head {head}" if p == 0 else "")
     colour_bar(figure, shown, list(grid.flat), "entropy / log k²")
-    figure.suptitle(
-        f"How widely attention looks around, −Σ α log α: 0 at one neighbour, 1 everywhere\n{layer}",
-        fontsize=LARGE,
-    )
+    headline(figure, "How widely attention looks around, −Σ α log α: 0 at one neighbour, 1 everywhere", layer)
     return figure
 
 
@@ -256,10 +252,11 @@ def equivariance_figure(
     view = next(iter(views.values()))
     names, order = element_names(view.group), len(view.group)
     figure = new_figure(1.75 * order + 2.6, 2.0 + 3.75 * len(views))
-    grid = figure.subplots(1 + 2 * len(views), order, squeeze=False)
-    for place, image, name in zip(grid[0], images, names, strict=True):
+    grid = figure.subplots(1 + 2 * len(views), order + 1, width_ratios=[1] * order + [0.06])
+    for place, image, name in zip(grid[0, :-1], images, names, strict=True):
         draw_image(place, image, name)
     grid[0, 0].set_ylabel("image", fontsize=MEDIUM)
+    grid[0, -1].axis("off")
     for index, (model, view) in enumerate(views.items()):
         maps, differences = grid[1 + 2 * index], grid[2 + 2 * index]
         features = [_as_picture(m) for m in view.maps]
@@ -271,14 +268,12 @@ def equivariance_figure(
             if labels is not None:
                 maps[s].set_title(labels[model][s], fontsize=MEDIUM)
             differences[s].set_xlabel(f"error {view.errors[s]:.0e}", fontsize=MEDIUM)
-        maps[0].set_ylabel(f"{model}\nmap", fontsize=MEDIUM)
+        maps[0].set_ylabel("\n".join([*textwrap.wrap(model, 18), "map"]), fontsize=MEDIUM)
         differences[0].set_ylabel("| map −\nturned map |", fontsize=MEDIUM)
-        colour_bar(figure, shown_map, list(maps))
-        colour_bar(figure, shown_apart, list(differences))
+        colour_bar(figure, shown_map, maps[-1], inside=True)
+        colour_bar(figure, shown_apart, differences[-1], inside=True)
     layers = ", ".join(dict.fromkeys(view.layer for view in views.values()))
-    figure.suptitle(
-        f"Does the map turn with the image? f(L_S[x]) against L_S[f(x)]\n{layers}", fontsize=LARGE
-    )
+    headline(figure, "Does the map turn with the image? f(L_S[x]) against L_S[f(x)]", layers)
     return figure
 
 
@@ -303,7 +298,7 @@ def filters_figure(filters: LayerFilters, num_heads: int, layer: str) -> Figure:
     figure = new_figure(inches * sum(widths) + 3.4, inches * sum(heights) + 2.4)
     grid = figure.subplots(2, 2, width_ratios=widths, height_ratios=heights)
     for place, (name, part), picture in zip(grid.flat, parts.items(), pictures, strict=True):
-        shown = draw_values(place, picture, SIGNED, limit_of(part), f"{name}, {_content(part)}")
+        shown = draw_values(place, picture, SIGNED, limit_of(part), name + _content(part))
         rows = len(part) if part.dim() == 5 else num_heads
         if rows <= 16:
             step = part.shape[-1] + 1
@@ -313,7 +308,7 @@ def filters_figure(filters: LayerFilters, num_heads: int, layer: str) -> Figure:
             place.tick_params(labelsize=SMALL, length=0)
         place.set_ylabel("channel" if part.dim() == 5 else "head", fontsize=SMALL)
         colour_bar(figure, shown, place)
-    figure.suptitle(f"The affine parameters of {layer}", fontsize=LARGE)
+    headline(figure, f"The affine parameters of {layer}")
     return figure
 
 
@@ -324,7 +319,5 @@ def _tiles(part: Tensor, num_heads: int) -> Tensor:
 
 
 def _content(part: Tensor) -> str:
-    """What a row of tiles consists of."""
-    if part.dim() == 3 or part.shape[-3] == 1:
-        return "channel by channel"
-    return f"channel by channel, {part.shape[-3]} planes each"
+    """How many windows a channel has, if more than one."""
+    return "" if part.dim() == 3 or part.shape[-3] == 1 else f", {part.shape[-3]} planes for each channel"

@@ -511,7 +511,7 @@ def test_a_click_shows_the_filters_of_that_pixel(page: Page) -> None:
     box = page.locator(".sc-stage").bounding_box()
     assert box is not None
     position = {"x": box["width"] * 4.5 / 16, "y": box["height"] * 2.5 / 16}
-    page.locator(".sc-stage").click(position=position)  # type: ignore[arg-type]
+    page.locator(".sc-stage").click(position=position)
     expect(filters).to_contain_text("row 2, column 4 of the 16×16 map")
     after = sources(page, "#filters .sc-filters")
     assert len(before) == len(after) == 5 + 17
@@ -541,7 +541,7 @@ def test_turning_leaves_the_p4_prediction(page: Page) -> None:
     expect(predictions).to_contain_text("planar: predicts 6")
     expect(predictions).to_contain_text("p4: predicts 6")
     before = sources(page, "#stage")
-    for turned in ("90°", "180°", "-90°"):
+    for turned in ("90°", "180°", "−90°"):
         page.get_by_role("button", name="↺ 90°").click()
         expect(page.locator("#maps")).to_contain_text(f"turned {turned}")
         p4 = predictions.locator("[data-model=p4] [role=status]").inner_text()

@@ -561,6 +561,7 @@ def test_layer_head_and_channel(page: Page) -> None:
     def choose(label: str, option: str) -> None:
         page.get_by_label(label, exact=True).click()
         page.get_by_role("option", name=option, exact=True).click()
+        expect(page.get_by_role("option")).to_have_count(0)  # the list has closed
 
     planar = page.locator("#filters [data-model=planar]")
     choose("Layer", "stage 3, block 1: 8×8 map")

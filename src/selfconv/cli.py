@@ -182,7 +182,7 @@ def demo(*, out: Path = Path("out/demo")) -> None:
 
 
 def explore(
-    run: Positional[Annotated[Path | None, arg(metavar="RUN")]] = None,
+    run: Positional[Annotated[Path | None, arg(metavar="[RUN]")]] = None,
     /,
     *,
     host: str = "127.0.0.1",

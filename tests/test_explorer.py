@@ -437,7 +437,7 @@ class Server:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
         connection.request(method, path, body, headers)
         answer = connection.getresponse()
-        text = answer.read(100_000).decode("utf-8", "replace")
+        text = answer.read().decode("utf-8", "replace")
         self.headers = answer.headers
         connection.close()
         return answer.status, text
@@ -511,7 +511,7 @@ def test_a_click_shows_the_filters_of_that_pixel(page: Page) -> None:
     box = page.locator(".sc-stage").bounding_box()
     assert box is not None
     position = {"x": box["width"] * 4.5 / 16, "y": box["height"] * 2.5 / 16}
-    page.locator(".sc-stage").click(position=position)  # type: ignore[arg-type]
+    page.locator(".sc-stage").click(position=position)
     expect(filters).to_contain_text("row 2, column 4 of the 16×16 map")
     after = sources(page, "#filters .sc-filters")
     assert len(before) == len(after) == 5 + 17
@@ -541,7 +541,7 @@ def test_turning_leaves_the_p4_prediction(page: Page) -> None:
     expect(predictions).to_contain_text("planar: predicts 6")
     expect(predictions).to_contain_text("p4: predicts 6")
     before = sources(page, "#stage")
-    for turned in ("90°", "180°", "-90°"):
+    for turned in ("90°", "180°", "−90°"):
         page.get_by_role("button", name="↺ 90°").click()
         expect(page.locator("#maps")).to_contain_text(f"turned {turned}")
         p4 = predictions.locator("[data-model=p4] [role=status]").inner_text()
@@ -561,6 +561,7 @@ def test_layer_head_and_channel(page: Page) -> None:
     def choose(label: str, option: str) -> None:
         page.get_by_label(label, exact=True).click()
         page.get_by_role("option", name=option, exact=True).click()
+        expect(page.get_by_role("option")).to_have_count(0)  # the list has closed
 
     planar = page.locator("#filters [data-model=planar]")
     choose("Layer", "stage 3, block 1: 8×8 map")
@@ -573,18 +574,21 @@ def test_layer_head_and_channel(page: Page) -> None:
     assert sources(page, "#filters [data-model=planar] .sc-filters") != before
 
 
-def test_uploads(page: Page, server: Server) -> None:
+def test_uploads(page: Page, server: Server, tmp_path: Path) -> None:
     before = sources(page, "#stage")
-    upload(page, "photo.png", as_png(np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)))
+    photo = as_png(np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8))
+    upload(page, "photo.png", photo)
     expect(page.get_by_text("photo.png, 16×16")).to_be_visible()
     shown = sources(page, "#stage")
     assert shown != before
-    upload(page, "broken <b>.png", as_png(np.zeros((30, 30), np.uint8))[:60])
+    upload(page, "broken <b>.png", photo[: len(photo) // 2])
     expect(page.get_by_role("alert")).to_contain_text("broken")
     upload(page, "bomb.png", png_that_claims(60000, 60000))
     expect(page.get_by_role("alert")).to_contain_text("bomb.png: expected up to 40 million pixels")
     assert sources(page, "#stage") == shown
-    upload(page, "large.png", b"\x89PNG" + bytes(_uploads.MAX_BYTES))
+    with (tmp_path / "large.png").open("wb") as sparse:
+        sparse.truncate(_uploads.MAX_BYTES + 1)
+    page.locator("input[type=file]").set_input_files(tmp_path / "large.png")
     expect(page.get_by_text("exceed the maximum allowed size")).to_be_visible()
     page.get_by_role("button", name="sample: 3").click()  # still usable
     expect(page.locator("#predictions")).to_contain_text("p4: predicts 3")
@@ -627,6 +631,7 @@ def test_a_narrow_screen_scrolls_one_way(page: Page) -> None:
         "//etc/passwd",
         "/../../etc/passwd",
         "/gradio_api/info",
+        "/gradio_api/queue/join",
         "/docs",
         "/openapi.json",
         "/monitoring",
@@ -638,30 +643,22 @@ def test_files_and_other_services_are_out_of_reach(server: Server, path: str) ->
     assert "root:" not in text
 
 
-def test_a_request_cannot_name_a_file_of_the_machine(server: Server, tmp_path: Path) -> None:
-    """The call that the upload button makes, with other people's files in place of an upload."""
+def test_a_request_cannot_name_what_was_not_uploaded(server: Server, tmp_path: Path) -> None:
+    """The call that the upload button makes, with a file of the machine or an address instead."""
     PIL.Image.new("L", (9, 9)).save(tmp_path / "secret.png")
-    status, text = server.ask("/config")
-    assert status == 200
-    config = json.loads(text) if text.rstrip().endswith("}") else {}
-    number = next(
-        (d["id"] for d in config.get("dependencies", []) if ["upload"] in [t[1:] for t in d["targets"]]), 1
-    )
-    for path in (str(tmp_path / "secret.png"), "http://127.0.0.1:9/x.png"):
-        body = {
-            "data": [{"path": path, "meta": {"_type": "gradio.FileData"}}, None, None, 0, 0, 0, 0],
-            "fn_index": number,
-            "session_hash": "abc",
-        }
-        text = json.dumps(body)
-        status, _ = server.ask(
-            "/gradio_api/queue/join", "POST", text.encode(), **{"content-type": "application/json"}
-        )
-        assert status == 200
-        status, answer = server.ask("/gradio_api/queue/data?session_hash=abc")
-        print(answer)
-        assert '"success":false' in answer.replace(" ", "")
-        assert "secret.png, 16" not in answer
+    config = json.loads(server.ask("/config")[1])
+    number = next(call["id"] for call in config["dependencies"] if call["targets"][0][1] == "upload")
+    refusals = {
+        str(tmp_path / "secret.png"): "it was not uploaded by a user",
+        "http://127.0.0.1:9/secret.png": "expected an uploaded file; got the address",
+    }
+    for path, reason in refusals.items():
+        file = {"path": path, "meta": {"_type": "gradio.FileData"}}
+        body = {"data": [file, None, None, 0, 0, 0, 0], "fn_index": number, "session_hash": "abc"}
+        kind = {"content-type": "application/json"}
+        status, answer = server.ask("/gradio_api/run/predict", "POST", json.dumps(body).encode(), **kind)
+        assert status == 500
+        assert reason in answer
 
 
 def test_only_the_page_itself_may_ask(server: Server) -> None:
@@ -671,11 +668,10 @@ def test_only_the_page_itself_may_ask(server: Server) -> None:
     assert "http" not in policy
     assert server.headers["x-content-type-options"] == "nosniff"
     assert server.ask("/", host="evil.example")[0] == 403
-    assert server.ask("/", host="evil.example:80@127.0.0.1")[0] in (200, 400, 403)
     assert server.ask("/", origin="http://evil.example")[0] == 403
     assert server.ask("/", origin="null")[0] == 403
     assert server.ask("/", origin=server.address)[0] == 200
-    assert server.ask("/gradio_api/queue/join", "POST", b"{}" + b" " * 2**20)[0] == 413
+    assert server.ask("/gradio_api/run/predict", "POST", b"{}" + b" " * 2**20)[0] == 413
 
 
 def test_ctrl_c_ends_it_and_leaves_nothing(server: Server, browser: Browser) -> None:
@@ -683,8 +679,9 @@ def test_ctrl_c_ends_it_and_leaves_nothing(server: Server, browser: Browser) -> 
     page = browser.new_page()
     page.goto(server.address)
     expect(page.locator(".sc-stage")).to_be_visible()
-    assert any(server.folder.iterdir())  # the folder for uploads
+    assert len(list(server.folder.glob("selfconv-*"))) == 1  # the folder for uploads
+    before = server.errors.read_text()
     assert server.end() == 0
     page.close()
-    assert "Traceback" not in server.errors.read_text()
-    assert list(server.folder.iterdir()) == []
+    assert server.errors.read_text() == before
+    assert list(server.folder.glob("selfconv-*")) == []

@@ -5,21 +5,26 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from selfconv import cli
 from selfconv.lab.evaluate import logits
 from selfconv.lab.runs import RunError
 from selfconv.lab.trained import Trained
 from selfconv.models import count_parameters, create_model, list_pretrained
 from selfconv.models.registry import WEIGHTS
 
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "visualize.md").read_text("utf-8")
 NAMES = ["digits_asc", "digits_conv", "digits_p4_asc"]
 
 
 def test_what_is_shipped() -> None:
     assert list_pretrained() == NAMES
+    assert all(name in str(cli.figures.__doc__) for name in NAMES)
     for name in NAMES:
         files = {path.name: path for path in (WEIGHTS / name).iterdir()}
         assert set(files) == {"config.json", "model.safetensors", "record.json", "metrics.jsonl"}
@@ -75,3 +80,26 @@ def test_a_place_that_is_neither_run_nor_name(tmp_path: Path) -> None:
         Trained.open("nothing")
     with pytest.raises(RunError, match="expected the folder of a run; got other things"):
         Trained.open(tmp_path)
+
+
+def test_the_documentation_tells_their_accuracy() -> None:
+    rows = re.findall(r"^\| `(digits_\w+)` \|.*\| ([\d,]+) \| ([\d.]+%) \|$", PAGE, re.MULTILINE)
+    assert sorted(row[0] for row in rows) == NAMES
+    for name, parameters, accuracy in rows:
+        record = json.loads((WEIGHTS / name / "record.json").read_text("utf-8"))
+        assert parameters == f"{record['parameters']:,}"
+        assert accuracy == f"{record['test_accuracy']:.2%}"
+
+
+def test_the_documentation_s_code_runs() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(code, "visualize.md", "exec"), names)
+    assert (names["view"].alpha.sum((1, 2)) - 1).abs().max() < 1e-6
+
+
+def test_its_pictures_are_there_and_small() -> None:
+    pictures = re.findall(r"!\[.*?\]\((.*?)\)", PAGE)
+    assert len(pictures) == 6
+    for picture in pictures:
+        assert 10_000 < (ROOT / "docs" / picture).stat().st_size < 150_000

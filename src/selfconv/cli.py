@@ -272,7 +272,7 @@ def _command(*parts: str | Mapping[str, object]) -> str:
 
 
 def explore(
-    run: Positional[Annotated[Path | None, arg(metavar="RUN")]] = None,
+    run: Positional[Annotated[Path | None, arg(metavar="[RUN]")]] = None,
     /,
     *,
     host: str = "127.0.0.1",

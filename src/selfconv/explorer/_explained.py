@@ -2,15 +2,15 @@
 
 EXPLANATIONS = """
 **Prediction.** The bars are the probabilities that a model gives to each class for the image as it is
-turned now; the thin mark is where each stood upright. A p4 network gives the same answer after any quarter
-turn, a planar one need not.
+turned now; the thin mark is where each stood upright. A p4 network keeps its answer after a quarter turn,
+exactly if it pools instead of striding; a planar one need not.
 
 **Window.** The frame on the image is the neighbourhood that the chosen layer looks at around the pixel that
 you clicked. In deeper layers the map is smaller, so its cells and its window cover more of the image.
 
 **V, the neighbourhood.** These are the values V of one channel inside the window, computed from the
-features below the layer. In a p4 network features exist in four rotations, so there are four small windows:
-0° and 90° above, 180° and 270° below.
+features below the layer. In a p4 network features exist in four rotations, so there are four small windows,
+in the order of the rows: 0° and 90° above, 180° and 270° below.
 
 **ψ, the template.** A fixed filter that was learned, the same at every pixel. In a p4 network each row is
 the same template turned by a quarter, and its four parts read the four rotations.

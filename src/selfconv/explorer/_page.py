@@ -17,6 +17,8 @@ from selfconv.explorer._uploads import MAX_BYTES
 from selfconv.explorer._view import View
 from selfconv.lab.data import DataError
 
+# answered at once, not in gradio's queue, which looks every 50 ms for something to do
+QUIETLY: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 FONT, MONO = ["system-ui", "sans-serif"], ["ui-monospace", "monospace"]  # the reader's own: nothing to fetch
 
 
@@ -34,6 +36,7 @@ def build_page(study: Study) -> gr.Blocks:
                 gr.HTML(view.curves())
             with gr.Tab("Explained"):
                 gr.Markdown(EXPLANATIONS)
+        page.load(lambda: None, **QUIETLY)  # gradio's first answer is slow: let it not be that to a click
     return page
 
 
@@ -66,9 +69,7 @@ def _explore_tab(view: View, start: tuple[Any, ...]) -> None:
     everything = [stage, predictions, filters, maps]
 
     def on(event: Callable[..., Any], act: Callable[..., Any], inputs: list[Any], outputs: list[Any]) -> None:
-        event(
-            act, inputs, outputs, show_progress="hidden", trigger_mode="always_last", api_visibility="private"
-        )
+        event(act, inputs, outputs, trigger_mode="always_last", **QUIETLY)
 
     def show_sample(old: Image, layer: int, head: int, channel: int, event: gr.EventData) -> list[Any]:
         number = int(event.sample)
@@ -132,6 +133,7 @@ def _explore_tab(view: View, start: tuple[Any, ...]) -> None:
 def mount(page: gr.Blocks, app: Any, host: str, port: int) -> None:
     """Puts the page at the root of a FastAPI app."""
     theme = gr.themes.Default(font=FONT, font_mono=MONO)
+    page.has_launched = True  # else gradio takes a request's word that a file of this machine is an upload
     gr.mount_gradio_app(
         app,
         page,

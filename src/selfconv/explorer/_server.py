@@ -27,7 +27,7 @@ App = Callable[[Scope, Callable[[], Awaitable[Message]], Send], Awaitable[None]]
 # What the page needs. Everything else that gradio would answer (files, proxies, its API) is not there.
 PATHS = re.compile(
     r"/|/(config|theme\.css|favicon\.ico|manifest\.json)|/(assets|static)/[\w./-]+"
-    r"|/gradio_api/(upload|upload_progress|queue/join|queue/data|cancel|reset|heartbeat/\w+)"
+    r"|/gradio_api/(upload|upload_progress|run/predict|heartbeat/\w+)"
 )
 UPLOAD = "/gradio_api/upload"
 MAX_CALL = 2**20  # bytes of a request that is no upload
@@ -168,7 +168,7 @@ def make_app(run: Path | None, host: str, port: int, hosts: set[str] | None) -> 
 
 
 def fetch_nothing() -> None:
-    """A request may name the address of a file instead of sending one, and gradio would fetch it: not here."""
+    """A request may name the address of a file instead of sending one; gradio would fetch it."""
     from gradio import processing_utils
 
     async def refuse(url: str, *_: Any, **__: Any) -> NoReturn:

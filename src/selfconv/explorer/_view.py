@@ -155,7 +155,10 @@ class View:
                 error = self.study.map_error(model, image, int(angle) // 90, name)
                 words += f"; {_said(follow_in_words(error))}"
             shown = pictures.maps(
-                before[own], after[own] if angle else None, trained.model.group, f"turned {angle:g}°"
+                before[own],
+                after[own] if angle else None,
+                trained.model.group,
+                f"turned {angle:g}°".replace("-", "−"),
             )
             panels.append(self._panel(model, f"<p>{layer_title(name)}, {words}</p>{shown}"))
         return f'<h2 class="sc-heading">Feature maps</h2><div class="sc-flex">{"".join(panels)}</div>'

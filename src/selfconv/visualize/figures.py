@@ -84,7 +84,8 @@ def _filter_of(filters: Tensor, view: PixelView, channel: int) -> Tensor:
 
 
 def _where(view: PixelView, channel: int) -> str:
-    return f"{view.layer}, head {view.head}, channel {channel}"
+    seen = ", of all channels that the dense ψ reads the same one" if view.dense else ""
+    return f"{view.layer}, head {view.head}, channel {channel}{seen}"
 
 
 def _equation(view: PixelView, p: int, channel: int) -> str:
@@ -297,7 +298,7 @@ def filters_figure(filters: LayerFilters, num_heads: int, layer: str) -> Figure:
     figure = new_figure(inches * sum(widths) + 3.4, inches * sum(heights) + 2.4)
     grid = figure.subplots(2, 2, width_ratios=widths, height_ratios=heights)
     for place, (name, part), picture in zip(grid.flat, parts.items(), pictures, strict=True):
-        shown = draw_values(place, picture, SIGNED, limit_of(part), f"{name}, {_content(part)}")
+        shown = draw_values(place, picture, SIGNED, limit_of(part), name + _content(part))
         rows = len(part) if part.dim() == 5 else num_heads
         if rows <= 16:
             step = part.shape[-1] + 1
@@ -318,7 +319,5 @@ def _tiles(part: Tensor, num_heads: int) -> Tensor:
 
 
 def _content(part: Tensor) -> str:
-    """What a row of tiles consists of."""
-    if part.dim() == 3 or part.shape[-3] == 1:
-        return "channel by channel"
-    return f"channel by channel, {part.shape[-3]} planes each"
+    """How many windows a channel has, if more than one."""
+    return "" if part.dim() == 3 or part.shape[-3] == 1 else f", {part.shape[-3]} planes for each channel"

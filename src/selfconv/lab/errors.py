@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 
+from selfconv.lab._text import shown
+
+
 class RunError(ValueError):
     """A run's folder that cannot be used."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shown(message))
 
 
 class RunStopped(Exception):
@@ -15,6 +21,18 @@ class RunStopped(Exception):
 
 class Diverged(RunStopped):
     """The loss is no longer a number."""
+
+
+class OutOfMemory(RunStopped):
+    """A step did not fit; the run is saved up to the last checkpoint."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Torch has a class of its own for GPUs alone; on a CPU its allocator raises a plain RuntimeError."""
+    said = ("out of memory", "can't allocate memory", "not enough memory")
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in said)
+    )
 
 
 class Interrupted(RunStopped):

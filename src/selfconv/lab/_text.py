@@ -9,7 +9,7 @@ JSON_LIMIT = 16_000_000  # bytes; a run's largest JSON file has thousands
 
 
 def shown(text: object) -> str:
-    """One line that no terminal obeys: control characters, line ends and broken bytes as escapes; not long."""
+    """One line that no terminal obeys: control characters, line ends and broken bytes as escapes."""
     line = str(text)
     line = line if len(line) <= LONGEST else f"{line[:LONGEST]}…"
     return "".join(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from selfconv.lab._text import shown
 
 

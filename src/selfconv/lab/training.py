@@ -55,9 +55,8 @@ def train(config: RunConfig, out: str | Path, *, resume: bool = False, quiet: bo
     with _begun(accelerator, Path(out), config, data, resume) as (run, record, checkpoint):
         if record is not None:
             if visible:
-                print(
-                    f"{shown(run.folder)}: has finished already, with test accuracy {record['test_accuracy']:.2%}"
-                )
+                accuracy = record["test_accuracy"]
+                print(f"{shown(run.folder)}: has finished already, with test accuracy {accuracy:.2%}")
             return record
         if checkpoint is not None:
             trainer.restore(checkpoint)

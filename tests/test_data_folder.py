@@ -138,7 +138,7 @@ class TestFolder:
         fails(r"20 of 20 images cannot be read: cat/000.png \(Image size \(64 pixels\) exceeds limit", root)
 
     def test_memory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(folder_module, "_memory", lambda: 1e9)
+        monkeypatch.setattr(folder_module, "machine_memory", lambda: 1e9)
         fails(
             r"20 images of 5000×5000 need 3.0 GB .* has 1.0 GB: give a smaller",
             gallery(tmp_path),

@@ -18,9 +18,10 @@ from typing import Annotated, Any, Literal
 import tyro
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
+from selfconv.lab._text import shown
 from selfconv.lab.bench_options import BenchOptions
 from selfconv.lab.config import RECIPES, DataOptions, Engine, ModelOptions, Recipe, RunConfig
-from selfconv.lab.errors import RunStopped, one_line, require
+from selfconv.lab.errors import RunStopped, is_out_of_memory, one_line, require
 from selfconv.lab.plans import Budget
 
 BENCH, BUDGET = BenchOptions(), Budget()
@@ -41,7 +42,7 @@ def evaluate(run: Positional[RunFolder], /, *, json: bool = False) -> None:
 
     evaluation = evaluate_run(Run.open(run))
     if json:
-        print(json_module.dumps(asdict(evaluation), ensure_ascii=False))
+        print(json_module.dumps(asdict(evaluation)))
     else:
         _print(evaluation.table())
 
@@ -67,10 +68,10 @@ def predict(
         raise ValueError("predict: expected at least one image, folder or wildcard; got none")
     predictions = predict_images(Run.open(run), images)
     if json:
-        print(json_module.dumps([asdict(p) for p in predictions], ensure_ascii=False))
+        print(json_module.dumps([asdict(p) for p in predictions]))
         return
     for p in predictions:
-        print(f"{p.file}\t{p.label}\t{p.probability:.4f}")
+        print(f"{shown(p.file)}\t{shown(p.label)}\t{p.probability:.4f}")
 
 
 def export(run: Positional[RunFolder], /, *, to: Path) -> None:
@@ -86,8 +87,10 @@ def export(run: Positional[RunFolder], /, *, to: Path) -> None:
     opened = Run.open(run)
     shape = export_run(opened, to)
     names = opened.data.class_names
-    print(f"{to}: images [N, {', '.join(map(str, shape))}], pixels in 0..1 -> logits [N, {len(names)}]")
-    print(f"classes: {', '.join(names)}")
+    print(
+        f"{shown(to)}: images [N, {', '.join(map(str, shape))}], pixels in 0..1 -> logits [N, {len(names)}]"
+    )
+    print(f"classes: {', '.join(map(shown, names))}")
 
 
 def models(pattern: Positional[str] = "*", /, *, size: int = 32) -> None:
@@ -388,6 +391,10 @@ def main(args: Sequence[str] | None = None) -> None:
         _fail(str(stopped), stopped.code)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         _fail(one_line(error), 2)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        _fail(f"out of memory ({one_line(error)[:100]})", 1)
 
 
 def _call(args: Sequence[str]) -> None:
@@ -436,12 +443,12 @@ def _condensed(box: str) -> str:
 
 
 def _fail(message: str, code: int) -> None:
-    print(f"selfconv: {message}", file=sys.stderr)
+    print(f"selfconv: {shown(message)}", file=sys.stderr)
     raise SystemExit(code)
 
 
 def _warn(message: Warning | str, *_: object, **__: object) -> None:
-    print(f"selfconv: warning: {' '.join(str(message).split())}", file=sys.stderr)
+    print(f"selfconv: warning: {shown(' '.join(str(message).split()))}", file=sys.stderr)
 
 
 def _print(table: Any) -> None:

@@ -1,8 +1,9 @@
-"""Memory that stays: what training on a CPU gains most from."""
+"""The machine's memory: how much there is, and how to keep it, which training on a CPU gains most from."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # names of mallopt's parameters, from malloc.h
@@ -20,3 +21,11 @@ def keep_memory() -> bool:
     mallopt = ctypes.CDLL(None).mallopt
     never = -1
     return bool(mallopt(_MMAP_THRESHOLD, _LARGEST)) and bool(mallopt(_TRIM_THRESHOLD, never))
+
+
+def machine_memory() -> float:
+    """Bytes of memory, as far as the system tells."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return float("inf")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from selfconv.lab._text import shown
 from selfconv.lab.runs import write_atomically
 
 Metrics = Mapping[str, Any]
@@ -26,7 +28,7 @@ class Progress:
         if visible and sys.stdout.isatty():
             columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
             self._bar = Progress(*columns, console=Console(highlight=False), transient=True)
-            self._print = self._bar.console.print
+            self._print = partial(self._bar.console.print, markup=False)
 
     def __enter__(self) -> Progress:
         if self._bar is not None:
@@ -40,7 +42,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         if self._visible:
-            self._print(text)
+            self._print(shown(text))
 
     def step(self, done: int, text: str) -> None:
         if self._bar is not None:

@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from tyro.conf import arg
 
+from selfconv.lab._text import read_text
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
@@ -196,8 +198,8 @@ class RunConfig:
         """From a file, or a run's folder."""
         file = path / "config.json" if path.is_dir() else path
         try:
-            return cls.from_json(json.loads(file.read_text("utf-8")))
-        except (ValueError, UnicodeDecodeError) as error:
+            return cls.from_json(json.loads(read_text(file)))
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{file}: {error}") from None
 
 

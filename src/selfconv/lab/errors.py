@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+from selfconv.lab._text import shown
+
 EXTRAS = {  # which of them brings a package that may be missing
     "PIL": "train",
     "accelerate": "train",
@@ -22,6 +24,9 @@ EXTRAS = {  # which of them brings a package that may be missing
 class RunError(ValueError):
     """A run's folder that cannot be used."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(shown(message))
+
 
 class RunBusy(RunError):
     """Another process is writing to the run's folder."""
@@ -39,6 +44,18 @@ class Diverged(RunStopped):
 
 class PlanFailed(RunStopped):
     """Some runs of a plan failed; the others are done."""
+
+
+class OutOfMemory(RunStopped):
+    """A step did not fit; the run is saved up to the last checkpoint."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Torch has a class of its own for GPUs alone; on a CPU its allocator raises a plain RuntimeError."""
+    said = ("out of memory", "can't allocate memory", "not enough memory")
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in said)
+    )
 
 
 class Interrupted(RunStopped):

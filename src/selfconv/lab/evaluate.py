@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from selfconv.lab._text import shown
 from selfconv.lab.data import Batches, Split
 from selfconv.lab.errors import RunError
 from selfconv.lab.runs import DataInfo, Run, open_data, write_atomically, write_json
@@ -62,8 +63,9 @@ class Evaluation:
         """As tables for ``rich`` to print."""
         from rich.console import Group
         from rich.table import Table
+        from rich.text import Text
 
-        title = f"{self.data}: {self.accuracy:.2%} of {self.images} test images"
+        title = Text(f"{shown(self.data)}: {self.accuracy:.2%} of {self.images} test images")
         views = Table("images")
         views.add_column("accuracy", justify="right")
         for name, value in self.accuracy_under.items():
@@ -75,8 +77,10 @@ class Evaluation:
         names = list(self.class_accuracy)
         for row, (name, accuracy) in enumerate(self.class_accuracy.items()):
             wrong = [0 if i == row else n for i, n in enumerate(self.confusion[row])]
-            worst = f"{names[wrong.index(max(wrong))]} ({max(wrong)})" if max(wrong) else ""
-            classes.add_row(name, "-" if accuracy is None else f"{accuracy:.2%}", worst)
+            worst = f"{shown(names[wrong.index(max(wrong))])} ({max(wrong)})" if max(wrong) else ""
+            classes.add_row(  # as they are: a string would be read as markup
+                Text(shown(name)), "-" if accuracy is None else f"{accuracy:.2%}", Text(worst)
+            )
         return Group(title, views, classes)
 
 
@@ -133,7 +137,7 @@ def confusion_figure(evaluation: Evaluation) -> Figure:
     """The confusion matrix as a picture: rows are the true classes, each divided by its images."""
     from matplotlib.figure import Figure
 
-    names = list(evaluation.class_accuracy)
+    names = [shown(name) for name in evaluation.class_accuracy]
     counts = torch.tensor(evaluation.confusion)
     share = counts / counts.sum(1, keepdim=True).clamp(min=1)
     side = max(4.0, 0.4 * len(names) + 1.5)
@@ -141,11 +145,12 @@ def confusion_figure(evaluation: Evaluation) -> Figure:
     axes = figure.add_subplot()
     axes.imshow(share.numpy(), cmap="Blues", vmin=0, vmax=1)
     ticks = range(len(names))
-    axes.set_xticks(ticks, names, rotation=90 if max(map(len, names)) > 2 else 0)
-    axes.set_yticks(ticks, names)
+    axes.set_xticks(ticks, names, rotation=90 if max(map(len, names)) > 2 else 0, parse_math=False)
+    axes.set_yticks(ticks, names, parse_math=False)
     axes.set_xlabel("predicted")
     axes.set_ylabel("true")
-    axes.set_title(f"{evaluation.data}: {evaluation.accuracy:.2%} of {evaluation.images}")
+    title = f"{shown(evaluation.data)}: {evaluation.accuracy:.2%} of {evaluation.images}"
+    axes.set_title(title, parse_math=False)
     if len(names) <= 20:
         for row in ticks:
             for column in ticks:

@@ -11,6 +11,7 @@ record.json           the result, with everything needed to judge and repeat it
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,12 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
+from selfconv.lab._text import read_text
 from selfconv.lab.config import RunConfig, differences
 from selfconv.lab.errors import RunBusy, RunError
 
 if TYPE_CHECKING:
     from selfconv.lab.data import Dataset
     from selfconv.models import ResNet
+
+MAX_SIZE = 16384  # side of an image
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -60,8 +64,8 @@ def write_json(path: Path, content: object) -> None:
 
 def read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text("utf-8"))
-    except ValueError as error:  # UnicodeDecodeError is one too
+        return json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one too
         raise RunError(f"{path}: expected JSON; got something else ({error})") from None
 
 
@@ -77,6 +81,22 @@ class DataInfo:
     mean: list[float]
     std: list[float]
     images: dict[str, int]
+
+    def __post_init__(self) -> None:
+        """A description may come from anywhere, and what it says is used for the sizes of arrays."""
+        numbers = [*self.mean, *self.std]
+        if not (
+            isinstance(self.name, str)
+            and isinstance(self.digest, str)
+            and all(isinstance(name, str) for name in self.class_names)
+            and self.in_channels in (1, 3)
+            and type(self.size) is int
+            and 1 <= self.size <= MAX_SIZE
+            and len(self.mean) == len(self.std) == self.in_channels
+            and all(type(number) is float and math.isfinite(number) for number in numbers)
+            and min(self.std) > 0
+        ):
+            raise ValueError("not the description of a data set")
 
     @classmethod
     def of(cls, data: Dataset) -> DataInfo:
@@ -132,7 +152,7 @@ class Run:
         content = read_json(path)
         try:
             return DataInfo(**content)
-        except TypeError:
+        except (TypeError, ValueError):
             raise RunError(f"{path}: expected the description of a data set; got something else") from None
 
     def load_model(self) -> ResNet:

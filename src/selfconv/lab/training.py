@@ -20,11 +20,12 @@ from selfconv.lab import checkpoints
 from selfconv.lab._memory import keep_memory
 from selfconv.lab._progress import Journal, Progress, Watch
 from selfconv.lab._signals import StopSignals
+from selfconv.lab._text import shown
 from selfconv.lab._trainer import State, Sums, Trainer
 from selfconv.lab.checkpoints import Checkpoint
 from selfconv.lab.config import Engine, RunConfig
 from selfconv.lab.data import Dataset
-from selfconv.lab.errors import Diverged, Interrupted, RunStopped
+from selfconv.lab.errors import Diverged, Interrupted, OutOfMemory, RunStopped, is_out_of_memory
 from selfconv.lab.records import environment
 from selfconv.lab.runs import DataInfo, Run, begin, claim, open_data, save_model, write_json
 from selfconv.models import count_parameters
@@ -63,7 +64,8 @@ def train(
     with _begun(accelerator, Path(out), config, data, resume) as (run, record, checkpoint):
         if record is not None:
             if visible:
-                print(f"{run.folder}: has finished already, with test accuracy {record['test_accuracy']:.2%}")
+                accuracy = record["test_accuracy"]
+                print(f"{shown(run.folder)}: has finished already, with test accuracy {accuracy:.2%}")
             return record
         if checkpoint is not None:
             trainer.restore(checkpoint)
@@ -76,6 +78,10 @@ def train(
                 record = _finish(trainer, run, config, data, progress)
             except RunStopped as stopped:
                 raise stopped if accelerator.is_main_process else SystemExit(stopped.code) from None
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise _out_of_memory(trainer, run) from error
     if accelerator.num_processes > 1:
         accelerator.end_training()
     return record
@@ -105,7 +111,7 @@ def _loop(trainer: Trainer, run: Run, config: RunConfig, stop: StopSignals, prog
             *sums, wish = accelerator.reduce(torch.cat([pending, wishes]), "sum").tolist()
             pending.zero_()
             state.sums.add(sums)
-            state.seconds = seconds + time.monotonic() - began
+            state.seconds = seconds + max(time.monotonic() - began, 1e-9)  # of a clock that ticks seldom
             loss, accuracy = state.sums.means
             _check_finite(loss, state, run)
             speed = state.sums.images / state.seconds
@@ -150,6 +156,15 @@ def _check_finite(loss: float, state: State, run: Run) -> None:
             f"the loss is {loss} in epoch {state.epoch + 1}, step {state.step}; the last good weights are in "
             f"{run.checkpoints}; a lower --lr or --clip 1 may help"
         )
+
+
+def _out_of_memory(trainer: Trainer, run: Run) -> OutOfMemory:
+    state, parts = trainer.state, 2 * trainer.batches.batch_size // trainer.part
+    return OutOfMemory(
+        f"out of memory in epoch {state.epoch + 1}, step {state.step + 1}, with {trainer.part} images at a "
+        f"time; --accumulate {parts} takes half as many and learns the same but for batch norm, and a lower "
+        f"--batch-size or --image-size needs less too; the checkpoints in {run.checkpoints} are kept"
+    )
 
 
 def _interruption(state: State, run: Run, number: int) -> Interrupted:

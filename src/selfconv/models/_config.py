@@ -17,6 +17,8 @@ _CHOICES = {
     "pool": ("mean", "max", "group_max"),
 }
 MAX_DEPTH = 1001  # a description may come from anywhere, and should not fill the memory with layers
+_MOST = {"kernel_size": 255, "num_heads": 4096, "in_channels": 65536, "num_classes": 1_000_000}
+MAX_WIDTH = 65536
 _LEAST = {"depth": 11, "kernel_size": 1, "num_heads": 1, "in_channels": 1, "num_classes": 0}
 
 
@@ -97,11 +99,16 @@ class ResNetConfig:
         for name, least in _LEAST.items():
             if not _is_integer(getattr(self, name), least):
                 raise ValueError(f"{name}: expected an integer ≥ {least}; got {getattr(self, name)!r}")
+        for name, most in _MOST.items():
+            if getattr(self, name) > most:
+                raise ValueError(f"{name}: expected an integer ≤ {most}; got {getattr(self, name)}")
         if not isinstance(self.squeeze_excite, bool):
             raise ValueError(f"squeeze_excite: expected True or False; got {self.squeeze_excite!r}")
         sized = isinstance(self.widths, list | tuple) and len(self.widths) == 3
         if not sized or not all(_is_integer(width, 1) for width in self.widths):
             raise ValueError(f"widths: expected three positive integers; got {self.widths!r}")
+        if max(self.widths) > MAX_WIDTH:
+            raise ValueError(f"widths: expected at most {MAX_WIDTH} channels; got {self.widths!r}")
         object.__setattr__(self, "widths", tuple(self.widths))  # JSON has lists only
         if self.depth % 9 != 2 or self.depth > MAX_DEPTH:
             near = min(9 * self.blocks_per_stage + 2, MAX_DEPTH - 9)

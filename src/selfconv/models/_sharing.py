@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 
+CONFIG_LIMIT = 1_000_000  # bytes; a config has hundreds
 PathLike = str | os.PathLike[str]
 
 MODEL_CARD = """---
@@ -115,7 +116,10 @@ class Shareable(nn.Module, PyTorchModelHubMixin):
             )
         self._hub_mixin_config = self.config
         partial = save_directory / f"{SAFETENSORS_SINGLE_FILE}.partial"
-        save_model(self, str(partial))
+        try:
+            save_model(self, str(partial))
+        except SafetensorError as error:  # of the disk: the weights themselves are fine
+            raise OSError(f"{partial}: cannot be written ({error})") from None
         partial.replace(save_directory / SAFETENSORS_SINGLE_FILE)
 
 
@@ -126,8 +130,10 @@ def read_config(file: PathLike) -> dict[str, Any]:
         raise FileNotFoundError(f"no file {file!r}; save_pretrained writes one")
     try:
         with open(file, encoding="utf-8") as text:
+            if os.path.getsize(file) > CONFIG_LIMIT:
+                raise ValueError(f"more than {CONFIG_LIMIT} bytes")
             config = json.load(text)
-    except ValueError as error:  # neither UTF-8 nor JSON
+    except (ValueError, RecursionError) as error:  # neither UTF-8 nor JSON, or one to exhaust the reader
         raise ValueError(f"{file}: not valid JSON ({error})") from None
     if not isinstance(config, dict):
         raise ValueError(f"{file}: expected a JSON object; got {config!r:.40}")

@@ -34,8 +34,9 @@ from collections import namedtuple
 from functools import cache
 
 import numpy as np
-from numba import cfunc, njit, types
+from numba import njit, types
 
+from selfconv.ops._native import native
 from selfconv.ops._simd import (
     PARTS,
     accumulate_product,
@@ -242,7 +243,7 @@ def forward_worker(name, order):
     """
     dtype, planes = np.dtype(name).type, (0,) * order
 
-    @cfunc(_signature, cache=True)
+    @native(_signature)
     def worker(args):
         R = len(planes)
         k = args[18]
@@ -312,7 +313,7 @@ def backward_worker(name, order):
     """The backward pass, likewise."""
     dtype, planes = np.dtype(name).type, (0,) * order
 
-    @cfunc(_signature, cache=True)
+    @native(_signature)
     def worker(args):
         R = len(planes)
         k = args[18]

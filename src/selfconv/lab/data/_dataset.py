@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from selfconv.lab._text import shown
+
 Images = NDArray[np.uint8]  # [N, H, W, C]
 Labels = NDArray[np.int64]  # [N]
 Arrays = Mapping[str, tuple[NDArray, NDArray]]  # "train", "test" and maybe "val": images and labels
@@ -20,6 +22,9 @@ Arrays = Mapping[str, tuple[NDArray, NDArray]]  # "train", "test" and maybe "val
 
 class DataError(ValueError):
     """Data that cannot be used; the message is one line that says which and why."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shown(message))
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,6 +237,11 @@ def _check_classes(
         wrong = y[(y < 0) | (y >= count)]
         if len(wrong):
             raise DataError(f"{name}: y_{part}: expected labels 0..{count - 1} {source}; got {wrong[0]}")
+    for label in class_names if class_names is not None else ():
+        try:
+            label.encode()
+        except UnicodeEncodeError:
+            raise DataError(f"{name}: expected class names that are text in UTF-8; got {label!r}") from None
     if count < 2:
         raise DataError(f"{name}: expected at least two classes; got {count}")
     present = np.unique(labels["train"])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from selfconv.lab._memory import machine_memory
 from selfconv.lab.data._dataset import DataError, Dataset, Images, Labels, build, stratified
 from selfconv.lab.data._images import SUFFIXES, UnreadableError, decode, image_size, require_pillow
 from selfconv.lab.data._progress import progress
@@ -115,7 +116,7 @@ def _common_size(files: list[Path], pool: ThreadPoolExecutor) -> int:
 
 def _decode_all(root: Path, files: list[Path], size: int, pool: ThreadPoolExecutor) -> Images:
     """All images [N, size, size, 1 or 3]: grey if every one of them is."""
-    needed, memory = 2 * len(files) * size * size * 3, _memory()
+    needed, memory = 2 * len(files) * size * size * 3, machine_memory()
     if needed > memory:
         raise DataError(
             f"{root}: {len(files)} images of {size}×{size} need {needed / 1e9:.1f} GB of memory; "
@@ -142,11 +143,3 @@ def _decode_all(root: Path, files: list[Path], size: int, pool: ThreadPoolExecut
         raise DataError(f"{root}: {len(failures)} of {len(files)} images cannot be read: {named}")
     grey = all((image == image[..., :1]).all() for image in images)
     return np.ascontiguousarray(images[..., :1]) if grey else images
-
-
-def _memory() -> float:
-    """Bytes of memory, as far as the system tells."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return float("inf")

@@ -68,6 +68,9 @@ def decode(path: Path, size: int) -> Images:
 
     with _explained(), PIL.Image.open(path) as image:
         image.draft(None, (2 * size, 2 * size))  # lets JPEG decode at a fraction of its size
+        most = PIL.Image.MAX_IMAGE_PIXELS
+        if most is not None and image.width * image.height > most:  # Pillow itself takes twice as many
+            raise UnreadableError(f"expected at most {most} pixels; got {image.width}×{image.height}")
         return np.array(fit(_rgb(exif_transpose(image)), (size, size), PIL.Image.Resampling.BILINEAR))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from selfconv.lab._memory import machine_memory
 from selfconv.lab.data._dataset import Arrays, DataError, Dataset, build
 
 
@@ -21,6 +22,10 @@ def read_npz(path: Path) -> tuple[Arrays, list[str] | None]:
     if not zipfile.is_zipfile(path):
         raise DataError(f"{path}: expected an .npz file; got something else, or a part of one")
     try:
+        with zipfile.ZipFile(path) as archive:
+            size, memory = sum(member.file_size for member in archive.infolist()), machine_memory()
+        if size > memory / 2:
+            raise DataError(f"{path}: {size} bytes when unpacked; this machine has {memory:.0f} of memory")
         with np.load(path, allow_pickle=False) as file:
             parts = ["train", "test"] + (["val"] if "x_val" in file or "y_val" in file else [])
             keys = [f"{axis}_{part}" for part in parts for axis in "xy"]

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
+from selfconv.lab._text import shown
+
 
 @contextmanager
 def progress(title: str, total: int, unit: Literal["bytes", "images"]) -> Iterator[Callable[[int], None]]:
@@ -23,7 +25,7 @@ def progress(title: str, total: int, unit: Literal["bytes", "images"]) -> Iterat
 
     counts = (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(),)
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), *counts, TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), *counts, TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
-        task = bar.add_task(title, total=total)
+        task = bar.add_task(shown(title), total=total)
         yield lambda done: bar.update(task, completed=done)

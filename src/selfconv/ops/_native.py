@@ -1,0 +1,46 @@
+"""Native functions whose machine code is kept on disk, for as long as the disk is of help.
+
+Numba keeps compiled code beside the source, in ``NUMBA_CACHE_DIR``, or in the user's cache folder. That saves
+seconds in every process, and is worth no failure: a damaged cache is emptied, and where nothing can be
+written the code is compiled anew, after one warning.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from numba import cfunc
+from numba.core.caching import FunctionCache
+
+
+def native(signature: Any) -> Callable[[Callable[..., None]], Any]:
+    """As ``numba.cfunc(signature, cache=True)``."""
+
+    def compiled(function: Callable[..., None]) -> Any:
+        try:
+            return cfunc(signature, cache=True)(function)
+        except (OSError, RuntimeError):  # no folder, or no space
+            pass
+        except Exception:  # what is there cannot be unpickled, which may raise anything; or is it our code?
+            try:
+                FunctionCache(function).flush()
+                return cfunc(signature, cache=True)(function)
+            except OSError:
+                pass
+        _warn_once()
+        return cfunc(signature)(function)
+
+    return compiled
+
+
+@cache
+def _warn_once() -> None:
+    warnings.warn(
+        "selfconv: compiled kernels cannot be kept on disk, so every process compiles them anew; "
+        "NUMBA_CACHE_DIR may name a folder that can be written",
+        RuntimeWarning,
+        stacklevel=2,
+    )

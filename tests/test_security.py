@@ -294,7 +294,8 @@ def test_classes_with_hostile_names(tmp_path: Path) -> None:
     count = len(NAMES)
     evaluation = Evaluation(
         data="\x1b[31m[red]pets", images=4, loss=0.0, accuracy=1.0, accuracy_under={"0°": 1.0},
-        class_accuracy=dict.fromkeys(NAMES, 0.5), confusion=np.ones((count, count), int).tolist(), equivariance_error=0.0,
+        class_accuracy=dict.fromkeys(NAMES, 0.5), confusion=np.ones((count, count), int).tolist(),
+        equivariance_error=0.0,
     )  # fmt: skip
     console = Console(file=io.StringIO(), width=300, force_terminal=True, color_system="truecolor")
     console.print(evaluation.table())

@@ -112,7 +112,7 @@ def test_a_run_from_options_to_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     threads = torch.get_num_threads()
     results = run_bench(options)
     assert torch.get_num_threads() == threads
-    assert len(results.ops) == 2 * 2 * 8
+    assert len(results.ops) == 2 * 2 * 9
     assert {r.model for r in results.models} == {"resnet29", "resnet29_asc"}
     assert all(r.ratio == 1 for r in results.models if r.model == "resnet29")
     assert read_results(tmp_path / "b" / "bench.json") == results

@@ -88,7 +88,7 @@ def test_the_interface(name: str) -> None:
     assert all(p.grad is not None for p in model.parameters())
     with pytest.raises(ValueError, match="num_classes: expected an integer ≥ 0; got -1"):
         model.reset_classifier(-1)
-    with pytest.raises(ValueError, match="pool: expected one of 'mean', 'max'; got 'catavgmax'"):
+    with pytest.raises(ValueError, match="pool: expected one of 'mean', 'max', 'group_max'; got 'catavgmax'"):
         model.reset_classifier(3, "catavgmax")
 
 
@@ -110,7 +110,7 @@ def test_what_timm_cannot_have() -> None:
         timm.create_model("resnet29", features_only=True)
     with pytest.raises(ValueError, match="no weights are shipped for 'resnet83'"):
         timm.create_model("resnet83", pretrained=True)
-    with pytest.raises(ValueError, match="pool: expected one of 'mean', 'max'; got ''"):
+    with pytest.raises(ValueError, match="pool: expected one of 'mean', 'max', 'group_max'; got ''"):
         timm.create_model("resnet29", global_pool="")
 
 

@@ -383,7 +383,7 @@ def test_ray_that_is_missing_is_named(
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     out = tmp_path / "out"
     assert run_cli("reproduce", "demo", "--engine", "ray", "--data", data, "--out", out, *SMALL) == 2
-    check_one_line(capfd, "--engine ray needs ray: pip install 'selfconv[cluster]'")
+    check_one_line(capfd, "this needs ray: pip install 'selfconv[cluster]'")
     assert not out.exists()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,16 @@ def run_cli(*args: str | Path) -> int:
     except SystemExit as stop:
         return int(stop.code or 0)
     return 0
+
+
+def test_a_reader_that_has_seen_enough() -> None:
+    code = "import sys; from selfconv.cli import main; main(['--help'])"
+    reading, writing = os.pipe()
+    os.close(reading)
+    run = subprocess.run([sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert run.returncode != 0
+    assert run.stderr == ""
 
 
 @pytest.fixture(scope="module")

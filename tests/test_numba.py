@@ -186,6 +186,18 @@ def test_no_gradient_for_what_needs_none() -> None:
     assert psi_v.grad is not None
 
 
+def test_a_second_derivative_names_the_backend_that_has_it() -> None:
+    layer, x = AffineSelfConv2d(2, 2, 3, num_heads=1), torch.randn(1, 2, 4, 4, requires_grad=True)
+    (grad,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="have no second derivative: choose backend='eager'"):
+        grad.square().sum().backward()
+    layer.backend = "eager"
+    (grad,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+    grad.square().sum().backward()
+    assert layer.psi_v is not None
+    assert layer.psi_v.grad is not None
+
+
 @pytest.mark.parametrize("group", ["z2", "p4"])
 def test_torch_compile_whole_graph(group: str) -> None:
     layer = AffineSelfConv2d(4, 4, 3, num_heads=2, group=group)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json as json_module
+import os
 import re
 import shlex
 import sys
@@ -385,6 +386,10 @@ def main(args: Sequence[str] | None = None) -> None:
         warnings.simplefilter("ignore", kind)
     try:
         _call(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read has seen enough, as in `selfconv models | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None
     except KeyboardInterrupt:
         _fail("interrupted", 130)
     except RunStopped as stopped:

@@ -149,7 +149,12 @@ def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> Any:
     return d_features, d_table_k, d_table_v, None
 
 
+def _no_second_derivative(ctx: Any, *grads: Any) -> Any:
+    raise RuntimeError("the CPU kernels have no second derivative: choose backend='eager' for it")
+
+
 numba_forward.register_autograd(_backward, setup_context=_setup_context)
+numba_backward.register_autograd(_no_second_derivative)
 
 
 @register_flop_formula(torch.ops.selfconv.numba_forward)

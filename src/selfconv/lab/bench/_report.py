@@ -258,12 +258,15 @@ def _op_figure(results: Results) -> Any:
             for s in shapes
         ]
         places = [x + (i - (len(names) - 1) / 2) * width for x in range(len(shapes))]
-        axes.bar(places, [t or 0 for t in times], width, label=name, color=COLOURS[i % len(COLOURS)])
+        group, plain = name.startswith("p4 "), name.removeprefix("p4 ")
+        colour = COLOURS[[n for n in names if not n.startswith("p4 ")].index(plain)]
+        style = {"color": colour, "hatch": "////" if group else "", "edgecolor": "white", "linewidth": 0}
+        axes.bar(places, [t or 0 for t in times], width, label=name, **style)
     axes.set_yscale("log")
     axes.set_xticks(range(len(shapes)), [f"{c} channels\non {n}×{n}" for c, n in shapes])
     axes.set_ylabel("ms, logarithmic")
     axes.set_title(f"Forward and backward, batch {batch}: less is better")
-    axes.legend(fontsize=8, ncols=2)
+    figure.legend(fontsize=8, ncols=5, loc="outside lower center", frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 
@@ -288,7 +291,9 @@ def _growth_figure(results: Results) -> Any:
             grid[0][column].plot(xs, [r.milliseconds for r in mine], **style)
             grid[1][column].plot(xs, [r.megabytes for r in mine], **style)
         for axes, unit in ((grid[0][column], "ms"), (grid[1][column], "peak MB")):
-            axes.set_xscale("log", base=2)
+            axes.set_xscale("log")
+            axes.set_xticks(xs, [f"{x:,}" for x in xs])
+            axes.minorticks_off()
             axes.set_yscale("log")
             axes.set_ylabel(unit)
             axes.spines[["top", "right"]].set_visible(False)

@@ -260,7 +260,12 @@ def _op_figure(results: Results) -> Any:
         places = [x + (i - (len(names) - 1) / 2) * width for x in range(len(shapes))]
         group, plain = name.startswith("p4 "), name.removeprefix("p4 ")
         colour = COLOURS[[n for n in names if not n.startswith("p4 ")].index(plain)]
-        style = {"color": colour, "hatch": "////" if group else "", "edgecolor": "white", "linewidth": 0}
+        style: dict[str, Any] = {
+            "color": colour,
+            "hatch": "////" if group else "",
+            "edgecolor": "white",
+            "linewidth": 0,
+        }
         axes.bar(places, [t or 0 for t in times], width, label=name, **style)
     axes.set_yscale("log")
     axes.set_xticks(range(len(shapes)), [f"{c} channels\non {n}×{n}" for c, n in shapes])

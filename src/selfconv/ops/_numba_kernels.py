@@ -247,6 +247,9 @@ def forward_worker(name, order):
     def worker(args):
         R = len(planes)
         k = args[18]
+        # not literals: Numba would compile what takes them once for each value
+        outward = zero = np.int64(0)
+        inward = one = np.int64(1)
         scratch = pointer(args[11], dtype)
         lanes = lanes_of(scratch)
         step = PARTS * lanes
@@ -272,10 +275,10 @@ def forward_worker(name, order):
                 break
             for head_of_image in range(task, min(task + args[3], args[2])):
                 n, head = divmod(head_of_image, sizes.heads)
-                copy(True, key, n, head * c_k, c_k, 0, R, sizes, tile, keys)
-                copy(True, value, n, head * c_v, c_v, 0, R, sizes, tile, values)
+                copy(inward, key, n, head * c_k, c_k, zero, R, sizes, tile, keys)
+                copy(inward, value, n, head * c_v, c_v, zero, R, sizes, tile, values)
                 for p in range(sizes.planes):
-                    copy(True, query, n, head * c_k, c_k, p, 1, sizes, tile, q)
+                    copy(inward, query, n, head * c_k, c_k, p, one, sizes, tile, q)
                     filters = (head * sizes.planes + p) * k * k * (R + 1)
                     table_k = advance(pointer(args[13], dtype), filters * c_k)
                     table_v = advance(pointer(args[14], dtype), filters * c_v)
@@ -302,8 +305,8 @@ def forward_worker(name, order):
                                     aggregated = fma(load(alpha, t * step), affine, aggregated)
                                 scatter(o, x + c * tile.plane, tile.stride, aggregated * inverse)
                             scatter(logs, x, tile.stride, fma(largest, scale, log2(total)))
-                    copy(False, out, n, head * c_v, c_v, p, 1, sizes, tile, o)
-                    copy(False, lse, n, head, 1, p, 1, sizes, tile, logs)
+                    copy(outward, out, n, head * c_v, c_v, p, one, sizes, tile, o)
+                    copy(outward, lse, n, head, one, p, one, sizes, tile, logs)
 
     return worker
 
@@ -317,6 +320,9 @@ def backward_worker(name, order):
     def worker(args):
         R = len(planes)
         k = args[18]
+        # not literals: Numba would compile what takes them once for each value
+        outward = zero = np.int64(0)
+        inward = one = np.int64(1)
         scratch = pointer(args[11], dtype)
         lanes = lanes_of(scratch)
         step = PARTS * lanes
@@ -354,14 +360,14 @@ def backward_worker(name, order):
                 break
             for head_of_image in range(task, min(task + args[3], args[2])):
                 n, head = divmod(head_of_image, sizes.heads)
-                copy(True, key, n, head * c_k, c_k, 0, R, sizes, tile, keys)
-                copy(True, value, n, head * c_v, c_v, 0, R, sizes, tile, values)
+                copy(inward, key, n, head * c_k, c_k, zero, R, sizes, tile, keys)
+                copy(inward, value, n, head * c_v, c_v, zero, R, sizes, tile, values)
                 clear(d_keys, c_k * R * tile.plane)
                 clear(d_values, c_v * R * tile.plane)
                 for p in range(sizes.planes):
-                    copy(True, query, n, head * c_k, c_k, p, 1, sizes, tile, q)
-                    copy(True, grad, n, head * c_v, c_v, p, 1, sizes, tile, g)
-                    copy(True, lse, n, head, 1, p, 1, sizes, tile, logs)
+                    copy(inward, query, n, head * c_k, c_k, p, one, sizes, tile, q)
+                    copy(inward, grad, n, head * c_v, c_v, p, one, sizes, tile, g)
+                    copy(inward, lse, n, head, one, p, one, sizes, tile, logs)
                     clear(sums_k, k * k * (c_k + c_v) * (R + 1) * lanes)
                     filters = (head * sizes.planes + p) * k * k * (R + 1)
                     table_k = advance(pointer(args[13], dtype), filters * c_k)
@@ -429,9 +435,9 @@ def backward_worker(name, order):
                         k * k * c_v * (R + 1),
                         advance(pointer(args[HEADER + 49], dtype), (image + filters) * c_v),
                     )
-                    copy(False, d_query, n, head * c_k, c_k, p, 1, sizes, tile, dq)
-                copy(False, d_key, n, head * c_k, c_k, 0, R, sizes, tile, d_keys)
+                    copy(outward, d_query, n, head * c_k, c_k, p, one, sizes, tile, dq)
+                copy(outward, d_key, n, head * c_k, c_k, zero, R, sizes, tile, d_keys)
                 if not shared:
-                    copy(False, d_value, n, head * c_v, c_v, 0, R, sizes, tile, d_values)
+                    copy(outward, d_value, n, head * c_v, c_v, zero, R, sizes, tile, d_values)
 
     return worker

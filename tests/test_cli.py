@@ -13,21 +13,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_runs import OPTIONS, selfconv, tiny_data
+from tiny_runs import OPTIONS, run_cli, selfconv, tiny_data
 
 from selfconv import cli
 from selfconv.lab.data import load_data
 from selfconv.lab.evaluate import evaluate_model
 from selfconv.lab.runs import Run
-
-
-def run_cli(*args: str | Path) -> int:
-    """The exit code of a command, in this process."""
-    try:
-        cli.main([str(arg) for arg in args])
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
 
 
 def test_a_reader_that_has_seen_enough() -> None:

@@ -16,9 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from model_helpers import tiny
 from PIL import Image
-from tiny_runs import tiny_config, tiny_data
+from tiny_runs import run_cli, tiny_config, tiny_data
 
-from selfconv import cli
 from selfconv.lab.training import train
 from selfconv.models import create_model
 from selfconv.visualize import Inspection, equivariance_view, layer_filters
@@ -199,14 +198,6 @@ def test_the_paper_s_largest_layers_are_readable() -> None:
 
 
 # ---- the command ----
-
-
-def run_cli(*args: str | Path) -> int:
-    try:
-        cli.main([str(arg) for arg in args])
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 from filelock import FileLock
 from rich.console import Console
-from tiny_runs import command, environment, same_weights, tiny_config, tiny_data
+from tiny_runs import command, environment, run_cli, same_weights, tiny_config, tiny_data
 
-from selfconv import cli
 from selfconv.lab import _board, sweep
 from selfconv.lab._board import Board, results_table, shown_time
 from selfconv.lab.config import paper_recipe
@@ -31,15 +30,6 @@ from selfconv.models import ResNetConfig
 from selfconv.models.registry import MODELS
 
 SMALL = ["--epochs", "1", "--seeds", "1", "--models", "resnet29*asc"]
-
-
-def run_cli(*args: str | Path) -> int:
-    """The exit code of a command, in this process."""
-    try:
-        cli.main([str(arg) for arg in args])
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
 
 
 @pytest.fixture(scope="module")

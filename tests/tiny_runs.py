@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from safetensors.torch import load_file
 
+from selfconv import cli
 from selfconv.lab.config import DataOptions, ModelOptions, Recipe, RunConfig
 from selfconv.lab.data import load_data
 
@@ -45,6 +46,15 @@ def command(*args: str | Path) -> list[str]:
 
 def environment(**extra: str) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", **extra}
+
+
+def run_cli(*args: str | Path) -> int:
+    """The exit code of a command, in this process."""
+    try:
+        cli.main([str(arg) for arg in args])
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
 
 
 def selfconv(*args: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:

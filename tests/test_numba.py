@@ -300,20 +300,23 @@ def test_distributed_data_parallel(free_port: int) -> None:
 
 
 def test_compiled_code_is_kept_on_disk(tmp_path: Path) -> None:
-    """A second process compiles nothing: it finds what the first one wrote."""
+    """A second process compiles nothing: it finds what the first one wrote, unless a source has changed."""
     code = """
-import torch
-from selfconv.nn import AffineSelfConv2d
+import sys
+from selfconv.ops import _native
+_native.EDITION += int(sys.argv[1])
 from selfconv.ops import _numba_kernels as kernels
-AffineSelfConv2d(2, 2, 3, num_heads=1)(torch.randn(1, 2, 4, 4)).sum().backward()
-workers = [kernels.forward_worker("float32", 1), kernels.backward_worker("float32", 1)]
-print(sum(worker.cache_hits for worker in workers))
+print(kernels.forward_worker("float32", 1, 1).cache_hits)
 """
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
-    hits = [
-        subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+
+    def hits(change: int) -> int:
+        run = subprocess.run(
+            [sys.executable, "-c", code, str(change)],
+            env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=True,
         )
-        for _ in range(2)
-    ]
-    assert [run.stdout.strip() for run in hits] == ["0", "2"]
+        return int(run.stdout)
+
+    assert [hits(change) for change in (0, 0, 1)] == [0, 1, 0]

@@ -3,17 +3,28 @@
 Numba keeps compiled code beside the source, in ``NUMBA_CACHE_DIR``, or in the user's cache folder. That saves
 seconds in every process, and is worth no failure: a damaged cache is emptied, and where nothing can be
 written the code is compiled anew, after one warning.
+
+Numba takes kept code for current if the file of its function has the date and size it had. That would miss
+a change in another file, and installers give every file the same date. So kernels hold ``EDITION`` among the
+values they close over, which are part of what Numba looks code up by.
 """
 
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from numba import cfunc
 from numba.core.caching import FunctionCache
+
+EDITION = zlib.crc32(
+    b"".join(Path(__file__).with_name(f"{m}.py").read_bytes() for m in ("_numba_kernels", "_simd"))
+)
+"""A number that the sources of the kernels have in common."""
 
 
 def native(signature: Any) -> Callable[[Callable[..., None]], Any]:

@@ -1,8 +1,9 @@
 """The CPU kernels: fused forward and backward passes for any numbers of planes, heads and channels.
 
-A task is one head of one image. It copies that head's keys and values into zero-padded tiles, in a memory
-order of its own: so borders need no branches, and any strides of the caller's tensors do. A vector covers
-a few columns of a few rows of the map. For each output plane P the window is walked offset by offset:
+A task is some heads of one image, or of a few small ones. It copies their channels into zero-padded tiles,
+in a memory order of its own: so borders need no branches, and any strides of the caller's tensors do. A
+vector covers a few columns of a few rows of the map. For each head and output plane P the window is walked
+offset by offset:
 
     score[t]  = Σ_c query_c · A^K_c[t],     A^K_c[t] = Σ_R key_{c,R}(x + t) ψ_{c,R}[t] + β_c[t]
     α[t]      = 2^(score[t] · scale·log2(e) − lse)
@@ -25,8 +26,9 @@ and with e[t](y) = α[t](y − t) · g_c(y − t) the same for value and ψ^V.
 Filters arrive as tables ``[heads, P, C/heads, k, k, R + 1]``: for each channel and offset first ψ for every
 R, then β. Nothing of size k²·C·h·w exists: α and ds are for one head, one plane and a band of rows.
 
-Compiled for a dtype and R = ``len(planes)``, so that loops over R unroll. All else, the window's size and all
-strides included, is read at run time: one compilation serves all shapes.
+Compiled for a dtype, for R = ``len(planes)``, so that loops over R unroll, and for ``len(block)`` channels,
+one or two, that share a pass over the window. All else, the window's size and all strides included, is read
+at run time: one compilation serves all shapes.
 """
 
 # No `from __future__ import annotations`: Numba reads these functions, and they are not annotated.
@@ -36,7 +38,7 @@ from functools import cache
 import numpy as np
 from numba import njit, types
 
-from selfconv.ops._native import native
+from selfconv.ops._native import EDITION, native
 from selfconv.ops._simd import (
     PARTS,
     accumulate_product,
@@ -55,15 +57,15 @@ from selfconv.ops._simd import (
     scatter,
     splat,
     store,
-    transpose_in,
-    transpose_out,
+    transpose,
+    zeros,
 )  # fmt: skip
 
 LOG2_E = 1.4426950408889634
-HEADER = 20  # integers before the maps in the argument block
+HEADER = 23  # integers before the maps in the argument block
 
 Map = namedtuple("Map", "data n c p i j")  # features [N, C, P, h, w] of the caller: pointer and strides
-Sizes = namedtuple("Sizes", "heads planes height width c_k c_v")
+Sizes = namedtuple("Sizes", "heads planes height width c_k c_v images batch staged")
 # How a plane lies in a tile: `border` zero rows above; `rows` of `parts` vector parts, those of the map and
 # then zeros until whole vectors cover them; zero rows below. Left of every row are `pad` zeros, whole parts
 # so that rows begin aligned, and they serve the row before as its right border too. α and ds hold `band`
@@ -87,7 +89,7 @@ _make_tile = njit(**_options)(make_tile)
 
 @njit(**_options)
 def read_sizes(args):
-    return Sizes(args[4], args[5], args[6], args[7], args[8], args[9])
+    return Sizes(args[4], args[5], args[6], args[7], args[8], args[9], args[20], args[21], args[22])
 
 
 @njit(**_options)
@@ -102,53 +104,51 @@ def clear(p, n):
 
 
 @njit(**_options)
-def copy(inward, features, n, c0, channels, p0, planes, sizes, tile, tiles):
-    """A head's channels of an image into tiles [channels, planes, rows, stride], or back.
+def copy(inward, features, n, c0, channels, c_step, planes, p_step, sizes, tile, tiles):
+    """Some channels of an image into tiles, so many numbers apart for channels and for planes; or back.
 
-    A vector part of positions at a time, of as many channels at once as lie side by side.
+    Channels that lie side by side are turned into rows in squares of one vector part each way.
     """
-    if features.c != 1 or sizes.width < lanes_of(tiles):
-        copy_rows(inward, features, n, c0, channels, p0, planes, sizes, tile, tiles)
-    elif channels % 4 == 0:
-        copy_blocks((0, 0, 0, 0), inward, features, n, c0, channels, p0, planes, sizes, tile, tiles)
-    elif channels % 2 == 0:
-        copy_blocks((0, 0), inward, features, n, c0, channels, p0, planes, sizes, tile, tiles)
-    else:
-        copy_blocks((0,), inward, features, n, c0, channels, p0, planes, sizes, tile, tiles)
-
-
-@njit(**_options)
-def copy_blocks(block, inward, features, n, c0, channels, p0, planes, sizes, tile, tiles):
     lanes = lanes_of(tiles)
-    for c in range(0, channels, len(block)):
-        for p in range(planes):
-            for i in range(sizes.height):
-                there = n * features.n + c0 + c + (p0 + p) * features.p + i * features.i
-                here = (c * planes + p) * tile.plane + (i + tile.border) * tile.stride + tile.pad
+    outside = advance(features.data, n * features.n + c0 * features.c)
+    if features.c != 1 or channels % lanes or sizes.width < lanes:
+        copy_rows(inward, outside, features, channels, c_step, planes, p_step, sizes, tile, tiles)
+        return
+    for p in range(planes):
+        for i in range(sizes.height):
+            for c in range(0, channels, lanes):
+                row = c * c_step + p * p_step + (i + tile.border) * tile.stride + tile.pad
                 for part in range(0, sizes.width, lanes):
                     j = min(part, sizes.width - lanes)
-                    outside, inside = advance(features.data, there + j * features.j), advance(tiles, here + j)
+                    here = advance(tiles, row + j)
+                    there = advance(outside, c + p * features.p + i * features.i + j * features.j)
                     if inward:
-                        transpose_in(outside, features.j, inside, planes * tile.plane, block)
+                        transpose(there, features.j, here, c_step)
                     else:
-                        transpose_out(inside, planes * tile.plane, outside, features.j, block)
+                        transpose(here, c_step, there, features.j)
 
 
 @njit(**_options)
-def copy_rows(inward, features, n, c0, channels, p0, planes, sizes, tile, tiles):
+def copy_rows(inward, outside, features, channels, c_step, planes, p_step, sizes, tile, tiles):
     for c in range(channels):
         for p in range(planes):
             for i in range(sizes.height):
-                at = n * features.n + (c0 + c) * features.c + (p0 + p) * features.p + i * features.i
-                outside = advance(features.data, at)
-                at = (c * planes + p) * tile.plane + (i + tile.border) * tile.stride + tile.pad
-                inside = advance(tiles, at)
+                there = advance(outside, c * features.c + p * features.p + i * features.i)
+                here = advance(tiles, c * c_step + p * p_step + (i + tile.border) * tile.stride + tile.pad)
                 if inward:
-                    for j in range(sizes.width):
-                        inside[j] = outside[j * features.j]
+                    copy_row(there, features.j, here, 1, sizes.width)
                 else:
-                    for j in range(sizes.width):
-                        outside[j * features.j] = inside[j]
+                    copy_row(here, 1, there, features.j, sizes.width)
+
+
+@njit(**_options)
+def copy_row(source, step, target, to_step, n):
+    if step == 1 and to_step == 1:  # many at once
+        for j in range(n):
+            target[j] = source[j]
+    else:
+        for j in range(n):
+            target[j * to_step] = source[j * step]
 
 
 @njit(**_options)
@@ -168,22 +168,138 @@ def affine_map(planes, f, at, tile, table, entry):
 
 
 @njit(**_options)
-def products(planes, window, a, x, f, corner, tile, table, channels, out, affines):
-    """out[t] = Σ_c a_c(x) · A_c[t], where A maps f; A itself goes to ``affines``, if that is not None."""
-    R = len(planes)
+def products(planes, block, window, a, unit, x, f, corner, tile, table, channels, out, affines):
+    """out[t] = Σ_c unit · a_c(x) · A_c[t], where A maps f; A itself goes to ``affines``, if not None."""
+    R, B = len(planes), len(block)
     step = PARTS * lanes_of(f)
-    for c in range(channels):
-        centre = gather(a, x + c * tile.plane, tile.stride)
+    for c in range(0, channels, B):
+        first = gather(a, x + c * tile.plane, tile.stride) * unit
+        second = gather(a, x + (c + B - 1) * tile.plane, tile.stride) * unit
         at = corner + c * R * tile.plane
         for t in range(tile.taps):
             entry = c * tile.taps + t
             affine = affine_map(planes, f, at + window[t], tile, table, entry * (R + 1))
             if affines is not None:
                 store(affines, entry * step, affine)
-            if c == 0:
-                store(out, t * step, centre * affine)
-            else:
-                store(out, t * step, fma(centre, affine, load(out, t * step)))
+            total = fma(first, affine, zeros(f) if c == 0 else load(out, t * step))
+            if B == 2:
+                entry += tile.taps
+                affine = affine_map(planes, f, at + window[t] + R * tile.plane, tile, table, entry * (R + 1))
+                if affines is not None:
+                    store(affines, entry * step, affine)
+                total = fma(second, affine, total)
+            store(out, t * step, total)
+
+
+@njit(**_options)
+def attend(planes, block, window, unit, q, keys, values, table_k, table_v, sizes, tile, out, logs, alpha):
+    """One head's output and log2-sum-exp2 on one plane.
+
+    Args:
+        unit: of the scores: scale · log2(e).
+        alpha: room for α of one vector of positions.
+    """
+    R, B = len(planes), len(block)
+    lanes = lanes_of(q)
+    step = PARTS * lanes
+    zero = zeros(q)
+    for i in range(0, tile.rows, PARTS):
+        for part in range(tile.parts):
+            corner = corner_of(tile, lanes, i, part)
+            x = corner + tile.border * (tile.stride + 1)
+            products(planes, block, window, q, unit, x, keys, corner, tile, table_k, sizes.c_k, alpha, None)
+            largest = load(alpha, 0)
+            for t in range(1, tile.taps):
+                largest = maximum(largest, load(alpha, t * step))
+            total = zero
+            for t in range(tile.taps):
+                weight = exp2(load(alpha, t * step) - largest)
+                total = total + weight
+                store(alpha, t * step, weight)
+            for c in range(0, sizes.c_v, B):
+                first = second = zero
+                for t in range(tile.taps):
+                    weight = load(alpha, t * step)
+                    at, entry = corner + window[t] + c * R * tile.plane, (c * tile.taps + t) * (R + 1)
+                    affine = affine_map(planes, values, at, tile, table_v, entry)
+                    first = fma(weight, affine, first)
+                    if B == 2:
+                        at, entry = at + R * tile.plane, entry + tile.taps * (R + 1)
+                        affine = affine_map(planes, values, at, tile, table_v, entry)
+                        second = fma(weight, affine, second)
+                scatter(out, x + c * tile.plane, tile.stride, first / total)
+                if B == 2:
+                    scatter(out, x + (c + 1) * tile.plane, tile.stride, second / total)
+            scatter(logs, x, tile.stride, largest + log2(total))
+
+
+@njit(**_options)
+def walk(
+    planes, block, window, unit, scale, q, g, logs, keys, values, table_k, table_v, start, stop, sizes, tile,
+    alpha, ds, dq, sums_k, sums_v, scores, d_alpha, affines,
+):  # fmt: skip
+    """What the centres of a band of rows, from start to stop, get of the gradient: α, ds, dquery, both dβ.
+
+    Args:
+        scores, d_alpha, affines: room for those of one vector of positions.
+    """
+    R, B = len(planes), len(block)
+    lanes = lanes_of(q)
+    step = PARTS * lanes
+    zero = zeros(q)
+    for i in range(start, stop, PARTS):
+        for part in range(tile.parts):
+            corner = corner_of(tile, lanes, i, part)
+            x = corner + tile.border * (tile.stride + 1)
+            log = gather(logs, x, tile.stride)
+            products(
+                planes, block, window, q, unit, x, keys, corner, tile, table_k, sizes.c_k, scores,
+                affines,
+            )  # fmt: skip
+            products(
+                planes, block, window, g, scale, x, values, corner, tile, table_v, sizes.c_v, d_alpha,
+                None,
+            )  # fmt: skip
+            here = x + (tile.border - start) * tile.stride
+            mean = zero  # Σ_t α[t] dα[t]
+            weights = zero  # Σ_t α[t]: one, but for the rounding of lse
+            for t in range(tile.taps):
+                weight = exp2(load(scores, t * step) - log)  # of the same bits as log was made from
+                mean = fma(weight, load(d_alpha, t * step), mean)
+                weights = weights + weight
+                scatter(alpha, here + t * tile.band_plane, tile.stride, weight)
+            mean = mean / weights
+            for c in range(0, sizes.c_k, B):
+                a = gather(q, x + c * tile.plane, tile.stride)
+                b = gather(q, x + (c + B - 1) * tile.plane, tile.stride)
+                first = second = zero
+                for t in range(tile.taps):
+                    there = here + t * tile.band_plane
+                    if c == 0:
+                        d_score = gather(alpha, there, tile.stride) * (load(d_alpha, t * step) - mean)
+                        scatter(ds, there, tile.stride, d_score)
+                    else:
+                        d_score = gather(ds, there, tile.stride)
+                    entry = c * tile.taps + t
+                    first = fma(d_score, load(affines, entry * step), first)
+                    accumulate_product(sums_k, (entry * (R + 1) + R) * lanes, d_score, a)
+                    if B == 2:
+                        entry += tile.taps
+                        second = fma(d_score, load(affines, entry * step), second)
+                        accumulate_product(sums_k, (entry * (R + 1) + R) * lanes, d_score, b)
+                scatter(dq, x + c * tile.plane, tile.stride, first)
+                if B == 2:
+                    scatter(dq, x + (c + 1) * tile.plane, tile.stride, second)
+            for c in range(0, sizes.c_v, B):
+                a = gather(g, x + c * tile.plane, tile.stride)
+                b = gather(g, x + (c + B - 1) * tile.plane, tile.stride)
+                for t in range(tile.taps):
+                    weight = gather(alpha, here + t * tile.band_plane, tile.stride)
+                    entry = c * tile.taps + t
+                    accumulate_product(sums_v, (entry * (R + 1) + R) * lanes, weight, a)
+                    if B == 2:
+                        entry += tile.taps
+                        accumulate_product(sums_v, (entry * (R + 1) + R) * lanes, weight, b)
 
 
 @njit(**_options)
@@ -236,208 +352,173 @@ _signature = types.void(types.CPointer(types.int64))
 
 
 @cache
-def forward_worker(name, order):
+def forward_worker(name, order, together):
     """The forward pass as a native function of an argument block, for one dtype and R = order.
 
     The kernel is a closure, not a function that takes these as arguments: Numba would compile that twice.
+
+    Args:
+        together: channels that share a pass over the window, 1 or 2.
     """
-    dtype, planes = np.dtype(name).type, (0,) * order
+    dtype, planes, block = np.dtype(name).type, (EDITION,) * order, (EDITION,) * together
 
     @native(_signature)
     def worker(args):
         R = len(planes)
-        k = args[18]
         # not literals: Numba would compile what takes them once for each value
-        outward = zero = np.int64(0)
-        inward = one = np.int64(1)
+        outward, inward = np.int64(0), np.int64(1)
         scratch = pointer(args[11], dtype)
-        lanes = lanes_of(scratch)
-        step = PARTS * lanes
-        sizes, tile = read_sizes(args), _make_tile(k // 2, args[15], args[16], lanes, args[17])
-        c_k, c_v = sizes.c_k, sizes.c_v
+        sizes, tile = (
+            read_sizes(args),
+            _make_tile(args[18] // 2, args[15], args[16], lanes_of(scratch), args[17]),
+        )
+        P, c_k, c_v = sizes.planes, sizes.c_k, sizes.c_v
+        plane, many = tile.plane, R * tile.plane
+        heads = sizes.staged
+        all_k, all_v = heads * c_k, heads * c_v
+        entries = tile.taps * (R + 1)
         window = pointer(args[19], np.int64)
-        scale = splat(dtype(pointer(args[10], np.float64)[0] * LOG2_E))
+        unit = splat(dtype(pointer(args[10], np.float64)[0] * LOG2_E))
         query, key = read_map(args, HEADER, dtype), read_map(args, HEADER + 6, dtype)
         value, out = read_map(args, HEADER + 12, dtype), read_map(args, HEADER + 18, dtype)
         lse = read_map(args, HEADER + 24, dtype)
 
-        q = advance(scratch, fetch_add(args, 0, 1) * args[12])
+        q = advance(scratch, fetch_add(args, 0, 1) * args[12])  # [P, channels, rows, stride]
         clear(q, args[12])
-        keys = advance(q, c_k * tile.plane)
-        values = advance(keys, c_k * R * tile.plane)
-        o = advance(values, c_v * R * tile.plane)
-        logs = advance(o, c_v * tile.plane)
-        alpha = advance(logs, tile.plane)
+        keys = advance(q, P * all_k * plane)  # [channels, R, rows, stride]
+        values = advance(keys, all_k * many)
+        o = advance(values, all_v * many)  # as q
+        logs = advance(o, P * all_v * plane)
+        alpha = advance(logs, P * heads * plane)
 
         while True:
-            task = fetch_add(args, 1, args[3])
-            if task >= args[2]:
+            turn = fetch_add(args, 1, args[3])
+            if turn >= args[2]:
                 break
-            for head_of_image in range(task, min(task + args[3], args[2])):
-                n, head = divmod(head_of_image, sizes.heads)
-                copy(inward, key, n, head * c_k, c_k, zero, R, sizes, tile, keys)
-                copy(inward, value, n, head * c_v, c_v, zero, R, sizes, tile, values)
-                for p in range(sizes.planes):
-                    copy(inward, query, n, head * c_k, c_k, p, one, sizes, tile, q)
-                    filters = (head * sizes.planes + p) * k * k * (R + 1)
-                    table_k = advance(pointer(args[13], dtype), filters * c_k)
-                    table_v = advance(pointer(args[14], dtype), filters * c_v)
-                    for i in range(0, tile.rows, PARTS):
-                        for part in range(tile.parts):
-                            corner = corner_of(tile, lanes, i, part)
-                            x = corner + tile.border * (tile.stride + 1)
-                            products(planes, window, q, x, keys, corner, tile, table_k, c_k, alpha, None)
-                            largest = load(alpha, 0)
-                            for t in range(1, tile.taps):
-                                largest = maximum(largest, load(alpha, t * step))
-                            total = splat(dtype(0))
-                            for t in range(tile.taps):
-                                weight = exp2((load(alpha, t * step) - largest) * scale)
-                                total = total + weight
-                                store(alpha, t * step, weight)
-                            inverse = splat(dtype(1)) / total
-                            for c in range(c_v):
-                                aggregated = splat(dtype(0))
-                                for t in range(tile.taps):
-                                    at = corner + window[t] + c * R * tile.plane
-                                    entry = (c * tile.taps + t) * (R + 1)
-                                    affine = affine_map(planes, values, at, tile, table_v, entry)
-                                    aggregated = fma(load(alpha, t * step), affine, aggregated)
-                                scatter(o, x + c * tile.plane, tile.stride, aggregated * inverse)
-                            scatter(logs, x, tile.stride, fma(largest, scale, log2(total)))
-                    copy(outward, out, n, head * c_v, c_v, p, one, sizes, tile, o)
-                    copy(outward, lse, n, head, one, p, one, sizes, tile, logs)
+            for task in range(turn, min(turn + args[3], args[2])):
+                batch, stage = divmod(task, sizes.heads // heads)
+                for n in range(batch * sizes.batch, min((batch + 1) * sizes.batch, sizes.images)):
+                    copy(inward, key, n, stage * all_k, all_k, many, R, plane, sizes, tile, keys)
+                    copy(inward, value, n, stage * all_v, all_v, many, R, plane, sizes, tile, values)
+                    copy(inward, query, n, stage * all_k, all_k, plane, P, all_k * plane, sizes, tile, q)
+                    for head in range(heads):
+                        for p in range(P):
+                            filters = ((stage * heads + head) * P + p) * entries
+                            attend(
+                                planes, block, window, unit,
+                                advance(q, (p * all_k + head * c_k) * plane),
+                                advance(keys, head * c_k * many),
+                                advance(values, head * c_v * many),
+                                advance(pointer(args[13], dtype), filters * c_k),
+                                advance(pointer(args[14], dtype), filters * c_v),
+                                sizes, tile,
+                                advance(o, (p * all_v + head * c_v) * plane),
+                                advance(logs, (p * heads + head) * plane),
+                                alpha,
+                            )  # fmt: skip
+                    copy(outward, out, n, stage * all_v, all_v, plane, P, all_v * plane, sizes, tile, o)
+                    copy(outward, lse, n, stage * heads, heads, plane, P, heads * plane, sizes, tile, logs)
 
     return worker
 
 
 @cache
-def backward_worker(name, order):
+def backward_worker(name, order, together):
     """The backward pass, likewise."""
-    dtype, planes = np.dtype(name).type, (0,) * order
+    dtype, planes, block = np.dtype(name).type, (EDITION,) * order, (EDITION,) * together
 
     @native(_signature)
     def worker(args):
         R = len(planes)
-        k = args[18]
         # not literals: Numba would compile what takes them once for each value
-        outward = zero = np.int64(0)
-        inward = one = np.int64(1)
+        outward, inward = np.int64(0), np.int64(1)
         scratch = pointer(args[11], dtype)
         lanes = lanes_of(scratch)
         step = PARTS * lanes
-        sizes, tile = read_sizes(args), _make_tile(k // 2, args[15], args[16], lanes, args[17])
-        c_k, c_v = sizes.c_k, sizes.c_v
+        sizes, tile = read_sizes(args), _make_tile(args[18] // 2, args[15], args[16], lanes, args[17])
+        P, c_k, c_v = sizes.planes, sizes.c_k, sizes.c_v
+        plane, many = tile.plane, R * tile.plane
+        heads = sizes.staged
+        all_k, all_v = heads * c_k, heads * c_v
+        entries = tile.taps * (R + 1)
         window = pointer(args[19], np.int64)
-        scale = dtype(pointer(args[10], np.float64)[0])
-        exponent = splat(dtype(pointer(args[10], np.float64)[0] * LOG2_E))
+        scale = splat(dtype(pointer(args[10], np.float64)[0]))
+        unit = splat(dtype(pointer(args[10], np.float64)[0] * LOG2_E))
         query, key = read_map(args, HEADER, dtype), read_map(args, HEADER + 6, dtype)
         value, grad = read_map(args, HEADER + 12, dtype), read_map(args, HEADER + 18, dtype)
         lse, d_query = read_map(args, HEADER + 24, dtype), read_map(args, HEADER + 30, dtype)
         d_key, d_value = read_map(args, HEADER + 36, dtype), read_map(args, HEADER + 42, dtype)
         shared = args[HEADER + 42] == args[HEADER + 36]  # key and value are one tensor: so is their gradient
 
-        q = advance(scratch, fetch_add(args, 0, 1) * args[12])
+        q = advance(scratch, fetch_add(args, 0, 1) * args[12])  # [P, channels, rows, stride]
         clear(q, args[12])
-        dq = advance(q, c_k * tile.plane)
-        g = advance(dq, c_k * tile.plane)
-        logs = advance(g, c_v * tile.plane)
-        keys = advance(logs, tile.plane)
-        d_keys = advance(keys, c_k * R * tile.plane)
-        values = advance(d_keys, c_k * R * tile.plane)
-        d_values = d_keys if shared else advance(values, c_v * R * tile.plane)
-        alpha = advance(values, 2 * c_v * R * tile.plane)  # for a band of rows, as is ds
-        ds = advance(alpha, k * k * tile.band_plane)
-        block = advance(ds, k * k * tile.band_plane)  # scores, then α, for one vector of positions
-        d_block = advance(block, k * k * step)
-        affines = advance(d_block, k * k * step)
-        sums_k = advance(affines, c_k * k * k * step)
-        sums_v = advance(sums_k, k * k * c_k * (R + 1) * lanes)
+        dq = advance(q, P * all_k * plane)
+        g = advance(dq, P * all_k * plane)
+        logs = advance(g, P * all_v * plane)
+        keys = advance(logs, P * heads * plane)  # [channels, R, rows, stride]
+        d_keys = advance(keys, all_k * many)
+        values = advance(d_keys, all_k * many)
+        d_values = d_keys if shared else advance(values, all_v * many)
+        alpha = advance(values, 2 * all_v * many)  # for a band of rows, as is ds
+        ds = advance(alpha, tile.taps * tile.band_plane)
+        scores = advance(ds, tile.taps * tile.band_plane)  # for one vector of positions, as the next two
+        d_alpha = advance(scores, tile.taps * step)
+        affines = advance(d_alpha, tile.taps * step)
+        sums_k = advance(affines, c_k * tile.taps * step)
+        sums_v = advance(sums_k, P * entries * all_k * lanes)
 
         while True:
-            task = fetch_add(args, 1, args[3])
-            if task >= args[2]:
+            turn = fetch_add(args, 1, args[3])
+            if turn >= args[2]:
                 break
-            for head_of_image in range(task, min(task + args[3], args[2])):
-                n, head = divmod(head_of_image, sizes.heads)
-                copy(inward, key, n, head * c_k, c_k, zero, R, sizes, tile, keys)
-                copy(inward, value, n, head * c_v, c_v, zero, R, sizes, tile, values)
-                clear(d_keys, c_k * R * tile.plane)
-                clear(d_values, c_v * R * tile.plane)
-                for p in range(sizes.planes):
-                    copy(inward, query, n, head * c_k, c_k, p, one, sizes, tile, q)
-                    copy(inward, grad, n, head * c_v, c_v, p, one, sizes, tile, g)
-                    copy(inward, lse, n, head, one, p, one, sizes, tile, logs)
-                    clear(sums_k, k * k * (c_k + c_v) * (R + 1) * lanes)
-                    filters = (head * sizes.planes + p) * k * k * (R + 1)
-                    table_k = advance(pointer(args[13], dtype), filters * c_k)
-                    table_v = advance(pointer(args[14], dtype), filters * c_v)
-                    for start in range(0, tile.rows, tile.band):
-                        stop = min(start + tile.band, tile.rows)
-                        if stop - start < tile.band:
-                            clear(alpha, 2 * k * k * tile.band_plane)
-                        for i in range(start, stop, PARTS):
-                            for part in range(tile.parts):
-                                corner = corner_of(tile, lanes, i, part)
-                                x = corner + tile.border * (tile.stride + 1)
-                                products(
-                                    planes, window, q, x, keys, corner, tile, table_k, c_k, block, affines
-                                )
-                                products(
-                                    planes, window, g, x, values, corner, tile, table_v, c_v, d_block, None
-                                )
-                                log = gather(logs, x, tile.stride)
-                                mean = splat(dtype(0))  # Σ_t α[t] dα[t]
-                                weights = splat(dtype(0))  # Σ_t α[t]: one, but for the rounding of lse
-                                for t in range(tile.taps):
-                                    weight = exp2(load(block, t * step) * exponent - log)
-                                    mean = fma(weight, load(d_block, t * step), mean)
-                                    weights = weights + weight
-                                    store(block, t * step, weight)
-                                mean = mean / weights
-                                band_x = x + (tile.border - start) * tile.stride
-                                for t in range(tile.taps):
-                                    weight = load(block, t * step)
-                                    d_score = weight * (load(d_block, t * step) - mean) * splat(scale)
-                                    scatter(alpha, band_x + t * tile.band_plane, tile.stride, weight)
-                                    scatter(ds, band_x + t * tile.band_plane, tile.stride, d_score)
-                                    store(d_block, t * step, d_score)
-                                for c in range(c_k):
-                                    centre = gather(q, x + c * tile.plane, tile.stride)
-                                    total = splat(dtype(0))
-                                    for t in range(tile.taps):
-                                        d_score, entry = load(d_block, t * step), c * tile.taps + t
-                                        total = fma(d_score, load(affines, entry * step), total)
-                                        beta = (entry * (R + 1) + R) * lanes
-                                        accumulate_product(sums_k, beta, d_score, centre)
-                                    scatter(dq, x + c * tile.plane, tile.stride, total)
-                                for c in range(c_v):
-                                    centre = gather(g, x + c * tile.plane, tile.stride)
-                                    for t in range(tile.taps):
-                                        beta = ((c * tile.taps + t) * (R + 1) + R) * lanes
-                                        accumulate_product(sums_v, beta, load(block, t * step), centre)
-                        pull_back(
-                            planes, window, ds, q, keys, table_k, c_k, start, stop, tile, d_keys, block,
-                            sums_k,
-                        )  # fmt: skip
-                        pull_back(
-                            planes, window, alpha, g, values, table_v, c_v, start, stop, tile, d_values,
-                            block, sums_v,
-                        )  # fmt: skip
-                    image = n * sizes.heads * sizes.planes * k * k * (R + 1)
-                    write_sums(
-                        sums_k,
-                        k * k * c_k * (R + 1),
-                        advance(pointer(args[HEADER + 48], dtype), (image + filters) * c_k),
-                    )
-                    write_sums(
-                        sums_v,
-                        k * k * c_v * (R + 1),
-                        advance(pointer(args[HEADER + 49], dtype), (image + filters) * c_v),
-                    )
-                    copy(outward, d_query, n, head * c_k, c_k, p, one, sizes, tile, dq)
-                copy(outward, d_key, n, head * c_k, c_k, zero, R, sizes, tile, d_keys)
-                if not shared:
-                    copy(outward, d_value, n, head * c_v, c_v, zero, R, sizes, tile, d_values)
+            for task in range(turn, min(turn + args[3], args[2])):
+                batch, stage = divmod(task, sizes.heads // heads)
+                clear(sums_k, P * entries * (all_k + all_v) * lanes)
+                for n in range(batch * sizes.batch, min((batch + 1) * sizes.batch, sizes.images)):
+                    copy(inward, key, n, stage * all_k, all_k, many, R, plane, sizes, tile, keys)
+                    copy(inward, value, n, stage * all_v, all_v, many, R, plane, sizes, tile, values)
+                    copy(inward, query, n, stage * all_k, all_k, plane, P, all_k * plane, sizes, tile, q)
+                    copy(inward, grad, n, stage * all_v, all_v, plane, P, all_v * plane, sizes, tile, g)
+                    copy(inward, lse, n, stage * heads, heads, plane, P, heads * plane, sizes, tile, logs)
+                    clear(d_keys, all_k * many)
+                    clear(d_values, all_v * many)
+                    for head in range(heads):
+                        at_k, at_v = head * c_k * many, head * c_v * many
+                        keys_h, d_keys_h = advance(keys, at_k), advance(d_keys, at_k)
+                        values_h, d_values_h = advance(values, at_v), advance(d_values, at_v)
+                        for p in range(P):
+                            filters = ((stage * heads + head) * P + p) * entries
+                            table_k = advance(pointer(args[13], dtype), filters * c_k)
+                            table_v = advance(pointer(args[14], dtype), filters * c_v)
+                            at = (p * all_k + head * c_k) * plane
+                            q_p, dq_p = advance(q, at), advance(dq, at)
+                            g_p = advance(g, (p * all_v + head * c_v) * plane)
+                            logs_p = advance(logs, (p * heads + head) * plane)
+                            sums_k_p = advance(sums_k, (head * P + p) * entries * c_k * lanes)
+                            sums_v_p = advance(sums_v, (head * P + p) * entries * c_v * lanes)
+                            for start in range(0, tile.rows, tile.band):
+                                stop = min(start + tile.band, tile.rows)
+                                if stop - start < tile.band:
+                                    clear(alpha, 2 * tile.taps * tile.band_plane)
+                                walk(
+                                    planes, block, window, unit, scale, q_p, g_p, logs_p, keys_h, values_h,
+                                    table_k, table_v, start, stop, sizes, tile, alpha, ds, dq_p, sums_k_p,
+                                    sums_v_p, scores, d_alpha, affines,
+                                )  # fmt: skip
+                                pull_back(
+                                    planes, window, ds, q_p, keys_h, table_k, c_k, start, stop, tile,
+                                    d_keys_h, scores, sums_k_p,
+                                )  # fmt: skip
+                                pull_back(
+                                    planes, window, alpha, g_p, values_h, table_v, c_v, start, stop, tile,
+                                    d_values_h, scores, sums_v_p,
+                                )  # fmt: skip
+                    copy(outward, d_query, n, stage * all_k, all_k, plane, P, all_k * plane, sizes, tile, dq)
+                    copy(outward, d_key, n, stage * all_k, all_k, many, R, plane, sizes, tile, d_keys)
+                    if not shared:
+                        copy(outward, d_value, n, stage * all_v, all_v, many, R, plane, sizes, tile, d_values)
+                numbers_k, numbers_v = P * entries * all_k, P * entries * all_v
+                write_sums(sums_k, numbers_k, advance(pointer(args[HEADER + 48], dtype), task * numbers_k))
+                write_sums(sums_v, numbers_v, advance(pointer(args[HEADER + 49], dtype), task * numbers_v))
 
     return worker

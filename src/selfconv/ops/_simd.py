@@ -213,44 +213,43 @@ def splat(typingctx: Any, x: Any) -> Any:
     return t(x), lambda context, builder, sig, args: _splat(builder, args[0], t.lanes)
 
 
-def _transpose(builder: ir.IRBuilder, t: Vector, args: Sequence[ir.Value], rows: int, columns: int) -> None:
-    """Writes rows of so many columns, a stride apart, as columns of so many rows, another stride apart."""
-    source, stride, target, to_stride, _ = args
-
-    def place(start: ir.Value, step: ir.Value, i: int, lanes: int) -> ir.Value:
-        return _address(builder, start, builder.mul(step, ir.Constant(step.type, i)), t, lanes)
-
-    loaded = [builder.load(place(source, stride, i, columns), align=_bytes(t)) for i in range(rows)]
-    everything = _concatenate(builder, loaded)
-    for i in range(columns):
-        lanes = list(range(i, rows * columns, columns))
-        column = _shuffle(builder, everything, _undefined(everything.type), lanes)
-        builder.store(column, place(target, to_stride, i, rows), align=_bytes(t))
+@intrinsic
+def zeros(typingctx: Any, p: Any) -> Any:
+    """Zero in all lanes, of the numbers that p points to."""
+    t = Vector(p.dtype)
+    return t(p), lambda context, builder, sig, args: _constant(t, 0.0)
 
 
 @intrinsic
-def transpose_in(typingctx: Any, p: Any, stride: Any, q: Any, to_stride: Any, block: Any) -> Any:
-    """Positions ``stride`` apart at p, of ``len(block)`` channels side by side, to channels at q,
-    ``to_stride`` apart, of one vector part of positions each."""
+def transpose(typingctx: Any, p: Any, stride: Any, q: Any, to_stride: Any) -> Any:
+    """Writes a square at p, of one part's lanes in as many rows a stride apart, to q with its axes swapped.
+
+    Swaps the off-diagonal quarters of ever larger squares, all squares of a size at once.
+    """
     t = Vector(p.dtype)
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        _transpose(builder, t, args, rows=t.part, columns=block.count)
+        source, stride, target, to_stride = args
+
+        def place(start: ir.Value, step: ir.Value, i: int) -> ir.Value:
+            return _address(builder, start, builder.mul(step, ir.Constant(step.type, i)), t, t.part)
+
+        lanes = range(t.part)
+        rows = [builder.load(place(source, stride, i), align=_bytes(t)) for i in lanes]
+        size = 1
+        while size < t.part:
+            upper = [lane + t.part - size if lane & size else lane for lane in lanes]
+            lower = [lane + t.part if lane & size else lane + size for lane in lanes]
+            for i in lanes:
+                if not i & size:
+                    pair = rows[i], rows[i + size]
+                    rows[i], rows[i + size] = (_shuffle(builder, *pair, mask) for mask in (upper, lower))
+            size *= 2
+        for i, row in enumerate(rows):
+            builder.store(row, place(target, to_stride, i), align=_bytes(t))
         return context.get_dummy_value()
 
-    return types.void(p, types.intp, q, types.intp, block), codegen
-
-
-@intrinsic
-def transpose_out(typingctx: Any, p: Any, stride: Any, q: Any, to_stride: Any, block: Any) -> Any:
-    """The way back: channels at p to positions at q."""
-    t = Vector(p.dtype)
-
-    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        _transpose(builder, t, args, rows=block.count, columns=t.part)
-        return context.get_dummy_value()
-
-    return types.void(p, types.intp, q, types.intp, block), codegen
+    return types.void(p, types.intp, q, types.intp), codegen
 
 
 # ---- arithmetic ----
@@ -306,7 +305,7 @@ def exp2(typingctx: Any, x: Any) -> Any:
     which then go straight into the exponent of the polynomial's value.
     """
     single = x.dtype == types.float32
-    least, digits, degree = (-126.0, 23, 6) if single else (-1022.0, 52, 12)
+    least, digits, degree = (-126.0, 23, 5) if single else (-1022.0, 52, 11)
     integers = ir.VectorType(ir.IntType(x.dtype.bitwidth), x.lanes)
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
@@ -315,10 +314,12 @@ def exp2(typingctx: Any, x: Any) -> Any:
         value = builder.select(builder.fcmp_ordered(">", floor, value), floor, value)  # NaN stays NaN
         shifted = builder.fadd(value, magic)
         fraction = builder.fsub(value, builder.fsub(shifted, magic))
-        first, *rest = _exp2_polynomial(degree)
-        power = _constant(x, first)
-        for coefficient in rest:
-            power = _call(builder, "fma", x, [power, fraction, _constant(x, coefficient)])
+        coefficients = [_constant(x, c) for c in _exp2_polynomial(degree)]
+        pairs = zip(coefficients[::2], coefficients[1::2], strict=True)  # a shorter chain than one by one
+        first, *rest = (_call(builder, "fma", x, [high, fraction, low]) for high, low in pairs)
+        power, square = first, builder.fmul(fraction, fraction)
+        for pair in rest:
+            power = _call(builder, "fma", x, [power, square, pair])
         exponent = builder.shl(builder.bitcast(shifted, integers), ir.Constant(integers, [digits] * x.lanes))
         return builder.bitcast(builder.add(builder.bitcast(power, integers), exponent), _llvm(x))
 

@@ -26,6 +26,7 @@ from selfconv.ops._simd import PART_BYTES, PARTS
 from selfconv.ops._threads import num_threads, run_workers
 
 BAND_BYTES = 256 * 1024  # what α and ds of one head may take: part of a core's own cache
+STAGE_BYTES = 2 * 1024 * 1024  # what the tiles of several heads may take
 
 
 def run(call: Call) -> Tensor:
@@ -125,12 +126,18 @@ def _gradients(
 
     Their sum over the images is taken in one order, whatever threads there were: the same bits every time.
     """
-    n = features[0].shape[0]
+    n, _, _, h, w = features[0].shape
+    n = math.ceil(n / _images_together(n, h, w))
     return (
         [_features_like(f, f.shape[1], f.shape[2]) for f in features],
         table_k.new_zeros(n, *table_k.shape),
         table_v.new_zeros(n, *table_v.shape),
     )
+
+
+def _images_together(n: int, h: int, w: int) -> int:
+    """Images whose gradients of the tables are added up in the kernel: of small ones, several."""
+    return max(1, min(256 // (h * w), n // 8))
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -195,14 +202,21 @@ def _run(
     row_bytes = 2 * k * k * (parts + 1) * PART_BYTES
     band = min(rows, max(1, BAND_BYTES // row_bytes // PARTS) * PARTS)
     tile = kernels.make_tile(k // 2, rows, parts, lanes, band)
-    tiles = (2 * c_k + c_v + 1 + 2 * (r1 - 1) * (c_k + c_v)) * tile.plane
-    bands = k * k * (2 * tile.band_plane + (2 + c_k) * PARTS * lanes + (c_k + c_v) * r1 * lanes)
-    size = tiles + bands + PARTS * lanes  # whole cache lines, each thread its own
+    tiles = (planes * (2 * c_k + c_v + 1) + 2 * (r1 - 1) * (c_k + c_v)) * tile.plane  # of one head
+    batch = _images_together(n, h, w)
+    batches = math.ceil(n / batch)
+    staged = math.gcd(heads, max(1, lanes // min(c_k, c_v)))  # heads whose channels fill a vector part
+    if staged * tiles * q.element_size() > STAGE_BYTES or batches * heads < 2 * staged * num_threads():
+        staged = 1
+    sums = planes * k * k * (c_k + c_v) * r1 * lanes
+    bands = k * k * (2 * tile.band_plane + (2 + c_k) * PARTS * lanes)
+    size = staged * (tiles + sums) + bands + PARTS * lanes  # whole cache lines, each thread its own
     size = math.ceil(size / (2 * lanes)) * 2 * lanes
 
-    tasks = n * heads
+    stages = heads // staged
+    tasks = batches * stages
     threads = min(num_threads(), tasks)
-    chunk = heads if n >= 2 * threads else 1  # a whole image at a time keeps its cache lines on one core
+    chunk = stages if batches >= 2 * threads else 1  # whole images keep their cache lines on one core
     scratch = q.new_empty(threads, size)
     scales = np.array([scale])
     window = (np.arange(k)[:, None] * tile.stride + np.arange(k)).ravel()  # offsets from its first corner
@@ -210,11 +224,13 @@ def _run(
     block = np.array(
         [
             0, 0, tasks, chunk, heads, planes, h, w, c_k, c_v, scales.ctypes.data, scratch.data_ptr(), size,
-            table_k.data_ptr(), table_v.data_ptr(), rows, parts, band, k, window.ctypes.data,
+            table_k.data_ptr(), table_v.data_ptr(), rows, parts, band, k, window.ctypes.data, n, batch,
+            staged,
             *strided,
             *(x.data_ptr() for x in outputs),
         ],
         np.int64,
     )  # fmt: skip
     dtype = "float32" if q.dtype == torch.float32 else "float64"
-    run_workers(make_worker(dtype, r1 - 1).address, block.ctypes.data, threads)
+    together = 2 if r1 == 2 and c_k % 2 == c_v % 2 == 0 else 1
+    run_workers(make_worker(dtype, r1 - 1, together).address, block.ctypes.data, threads)

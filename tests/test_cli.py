@@ -22,10 +22,11 @@ from selfconv.lab.runs import Run
 
 
 def test_a_reader_that_has_seen_enough() -> None:
-    code = "import sys; from selfconv.cli import main; main(['--help'])"
     reading, writing = os.pipe()
     os.close(reading)
-    run = subprocess.run([sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE, text=True)
+    run = subprocess.run(
+        [sys.executable, "-m", "selfconv", "--help"], stdout=writing, stderr=subprocess.PIPE, text=True
+    )
     os.close(writing)
     assert run.returncode != 0
     assert run.stderr == ""

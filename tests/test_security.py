@@ -13,12 +13,12 @@ import struct
 import subprocess
 import sys
 import zipfile
-import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from bombs import png_that_claims
 from model_helpers import tiny
 from PIL import Image
 from rich.console import Console
@@ -131,20 +131,9 @@ def test_an_npz_that_unpacks_to_more_than_the_memory(tmp_path: Path, monkeypatch
         load_data(path)
 
 
-def png(width: int, height: int) -> bytes:
-    """A grey picture of that size, which a few kilobytes declare."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    body = zlib.compress(bytes(100_000), 9)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
-
-
 @pytest.mark.parametrize("side", [60_000, 2**31 - 1, 11_000])
 def test_pictures_of_more_pixels_than_anyone_means(side: int, tmp_path: Path) -> None:
-    (tmp_path / "x.png").write_bytes(png(side, side))
+    (tmp_path / "x.png").write_bytes(png_that_claims(side, side))
     with pytest.raises(DataError, match=r"x\.png: ") as caught:
         read_image(tmp_path / "x.png", 32, 3)
     one_line(caught.value)

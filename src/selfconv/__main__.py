@@ -1,0 +1,5 @@
+"""``python -m selfconv``, the same as ``selfconv``."""
+
+from selfconv.cli import main
+
+main()

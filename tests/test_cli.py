@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from tiny_runs import OPTIONS, run_cli, selfconv, tiny_data
 
-from selfconv import cli
+from selfconv import __version__, cli
 from selfconv.lab.data import load_data
 from selfconv.lab.evaluate import evaluate_model
 from selfconv.lab.runs import Run
@@ -151,6 +151,7 @@ def test_models(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_audit(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli("audit", run, "--size", "16") == 0
+    assert run_cli("audit", run, "--size", "6") == 1  # too near the least size for all those below
     assert run_cli("audit", "p4resnet29", "--size", "16") == 1
     printed = capsys.readouterr()
     assert "not equivariant to p4" in " ".join(printed.out.split())
@@ -226,6 +227,7 @@ BAD_TRAIN: dict[str, tuple[list[str], str]] = {
     "seed": (["--seed", "-1"], "seed: expected 0 ≤ seed"),
     "no config": (["--config", "nowhere.json"], "nowhere.json: No such file or directory"),
     "bad config": (["--config", "bad.json"], "bad.json: "),
+    "no text": (["--config", "cut.npz"], "cut.npz: expected JSON; got bytes that are no text"),
     "other config": (["--config", "other.json"], "other.json: config: unknown option 'epochs'"),
     "fp16": (["--precision", "fp16", "--device", "cpu"], "precision: fp16 needs a GPU"),
 }  # fmt: skip
@@ -290,6 +292,8 @@ def test_an_output_folder_that_holds_other_things(data: Path, run: Path, tmp_pat
     [
         (["evaluate", "nowhere"], "nowhere: expected the folder of a run; got no such folder"),
         (["evaluate", "."], ".: expected the folder of a run; got other things"),
+        (["evaluate", "empty"], "empty: expected the folder of a run; got an empty folder"),
+        (["evaluate", "broken.png"], "broken.png: expected the folder of a run; got a file"),
         (["evaluate"], "Missing"),
         (["evaluate", "RUN", "--jsn"], "Unrecognized options: --jsn"),
         (["predict", "RUN", "nowhere.png"], "nowhere.png: expected an image"),
@@ -299,6 +303,9 @@ def test_an_output_folder_that_holds_other_things(data: Path, run: Path, tmp_pat
         (["predict", "RUN"], "predict: expected at least one image"),
         (["export", "RUN", "--to", "model.tflite"], "expected a name that ends in .onnx or .pt2"),
         (["export", "RUN", "--to", "nowhere/model.onnx"], "no folder 'nowhere'"),
+        (["export", "RUN", "--to", "folder.pt2"], "folder.pt2: expected a file to write; got a folder"),
+        (["export", "RUN", "--to", "/proc/model.onnx"], "/proc/model.onnx: "),
+        (["export", "RUN", "--to", "/proc/model.pt2"], "/proc/model.pt2: "),
         (["export", "RUN"], "--to"),
         (["models", "vgg*"], "no model matches 'vgg*'"),
         (["models", "--size", "0"], "size: expected a positive number"),
@@ -313,11 +320,17 @@ def test_commands_on_bad_input(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
+    Path("folder.pt2").mkdir()
     Path("broken.png").write_bytes(b"no image")
     before = sorted(os.listdir())
     assert run_cli(*(str(run) if arg == "RUN" else arg for arg in args)) == 2
     check_one_line(capfd, message)
     assert sorted(os.listdir()) == before
+
+
+def test_version(capfd: Any) -> None:
+    assert run_cli("--version") == 0
+    assert capfd.readouterr().out == f"selfconv {__version__}\n"
 
 
 def test_ctrl_c(capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,9 +214,11 @@ def test_an_error_leaves_the_network_as_it_was() -> None:
 
 def test_names_that_match_nothing() -> None:
     with pytest.raises(
-        ValueError, match=r"no spatial convolution is named 'layer1.0.conv'; the nearest are layer1.0"
+        ValueError, match=r"no spatial convolution is named 'layer1.0.conv'; the nearest are 'layer1.0"
     ):
         convert(Network(), where="layer1.0.conv", num_heads=4)
+    with pytest.raises(ValueError, match="num_heads: expected ≥ 1; got 0"):
+        convert(Network(), num_heads=0)
     with pytest.raises(ValueError, match="no spatial convolution is named 'x'; there are none"):
         convert(nn.Sequential(nn.Linear(3, 3)), where="x")
     with pytest.raises(

@@ -375,6 +375,9 @@ def test_layer_attention_weights_sum_to_one(group: str) -> None:
             "num_heads=4 does not divide 6 key channels, 6 value channels",
         ),
         (lambda: AffineSelfConv2d(4, 8, 4), "kernel_size: expected an odd integer ≥ 1; got 4"),
+        (lambda: AffineSelfConv2d(4, 8, (3, 3)), "expected an odd integer ≥ 1; got (3, 3)"),  # type: ignore[arg-type]
+        (lambda: AffineSelfConv2d(10, 10), "10 value channels; expected one of 1, 2, 5, 10"),
+        (lambda: AffineSelfConv2d(8, 8, stride=2)(torch.ones(1, 8, 1, 1)), "expected maps of 2×2 or more"),
         (lambda: AffineSelfConv2d(0, 8), "expected positive sizes; got in_channels=0"),
         (lambda: AffineSelfConv2d(4, 8, psi=ANY), "psi: expected 'channel' or 'dense'; got 'odd'"),
         (lambda: SimpleAffineSelfConv2d(4, 8, psi=ANY), "psi: expected 'channel' or 'dense'; got 'odd'"),

@@ -117,17 +117,22 @@ def test_folders_are_stable() -> None:
 
 def test_what_is_reduced_is_said() -> None:
     small = make_plan("cifar10", Budget(epochs=1, seeds=1, subset=5000, models="p4*"))
-    assert small.on("cifar10", 45_000).reduced == (
+    assert small.on("cifar10", 45_000, 10_000).reduced == (
         "5,000 of 45,000 training images",
         "1 epoch instead of 100",
         "1 run of each network instead of 8",
         "3 of 9 lines",
     )
-    assert small.on("photos", 300).reduced[0] == "photos instead of cifar10"
+    assert small.on("photos", 300, 99).reduced[0] == "photos instead of cifar10"
     assert Counter(t.config.model.name for t in small.trials) == {
         "p4resnet29": 1, "p4resnet29_se": 1, "p4resnet29_asc": 1,
     }  # fmt: skip
-    assert make_plan("cifar10", Budget(epochs=100, seeds=8)).on("cifar10", 45_000).reduced == ()
+    whole = make_plan("cifar10", Budget(epochs=100, seeds=8))
+    assert whole.on("cifar10", 45_000, 10_000).reduced == ()
+    assert whole.on("cifar10", 180, 40).reduced == (
+        "180 training images in the file, where cifar10 has 45,000",
+        "40 test images, where cifar10 has 10,000",
+    )
     assert "6 epochs instead of 100" in make_plan("demo").reduced
     digits = make_plan("ablation-psi", Budget(data="digits"))
     assert not digits.trials[0].config.recipe.flip  # a mirrored digit is another, or none

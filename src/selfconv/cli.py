@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
+from selfconv._version import __version__
 from selfconv.lab._text import shown
 from selfconv.lab.bench_options import BenchOptions
 from selfconv.lab.config import RECIPES, DataOptions, Engine, ModelOptions, Recipe, RunConfig
@@ -381,6 +382,9 @@ COMMANDS: dict[str, Callable[..., None]] = {
 def main(args: Sequence[str] | None = None) -> None:
     """Runs a command. Errors of the user are one line on stderr and exit code 2."""
     args = sys.argv[1:] if args is None else list(args)
+    if args == ["--version"]:
+        print(f"selfconv {__version__}")
+        return
     warnings.showwarning = _warn
     for kind in (DeprecationWarning, FutureWarning):  # of the libraries: nothing that a user could do about
         warnings.simplefilter("ignore", kind)

@@ -317,7 +317,7 @@ def _symmetric_sizes(model: nn.Module, channels: int, size: int, like: Tensor) -
     def symmetric(n: int) -> bool:
         try:
             _, steps = _trace(model, like.new_zeros(1, channels, n, n))
-        except RuntimeError:  # too small for the network
+        except (RuntimeError, ValueError):  # too small for the network
             return False
         rules = [(sampling(step.module), step.input.shape[-2:]) for step in steps.values()]
         return all(

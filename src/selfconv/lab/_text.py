@@ -18,8 +18,11 @@ def shown(text: object) -> str:
 
 
 def read_text(path: Path) -> str:
-    """The text of a small file; raises ValueError if it is not small."""
+    """The text of a small file; raises ValueError if it is not small, or no text."""
     size = path.stat().st_size
     if size > JSON_LIMIT:
         raise ValueError(f"expected at most {JSON_LIMIT} bytes of JSON; got {size}")
-    return path.read_text("utf-8")
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError:
+        raise ValueError("expected JSON; got bytes that are no text") from None

@@ -42,10 +42,16 @@ def export_run(run: Run, path: str | os.PathLike[str]) -> tuple[int, int, int]:
         raise ValueError(f"{path}: expected a name that ends in {' or '.join(WRITERS)}")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path}: no folder {str(path.parent)!r} to write to")
+    if path.is_dir():
+        raise IsADirectoryError(f"{path}: expected a file to write; got a folder")
     info = run.data
     model = FromPixels(fold_batch_norm(run.load_model()), info.mean, info.std).eval()
     shape = (info.in_channels, info.size, info.size)
     partial = path.with_name(f".partial-{path.name}")  # writers go by the suffix
+    try:
+        partial.touch()  # the writers' own errors do not say what is wrong with a place
+    except OSError as error:
+        raise OSError(f"{path}: {error.strerror}") from None
     try:
         WRITERS[path.suffix](model, partial, input_shape=shape)
         os.replace(partial, path)

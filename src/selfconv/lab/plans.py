@@ -67,11 +67,18 @@ class Plan:
             found.setdefault(trial.line, []).append(trial)
         return found
 
-    def on(self, data: str, images: int) -> Plan:
-        """The same, once it is known what the data set is called and how many images it has to train on."""
+    def on(self, data: str, train: int, test: int) -> Plan:
+        """The same, once it is known what the data set is called and how many images it has of each kind."""
         reduced = list(self.reduced)
-        if self.data.subset is not None and self.data.subset < images:
-            reduced.insert(0, f"{self.data.subset:,} of {images:,} training images")
+        if self.data.subset is not None and self.data.subset < train:
+            reduced.insert(0, f"{self.data.subset:,} of {train:,} training images")
+        if data in IMAGES:
+            whole_train, whole_test = IMAGES[data]
+            whole_train -= round(self.data.validation * whole_train)
+            if test != whole_test:
+                reduced.insert(0, f"{test:,} test images, where {data} has {whole_test:,}")
+            if train != whole_train:
+                reduced.insert(0, f"{train:,} training images in the file, where {data} has {whole_train:,}")
         if data != self.source:
             reduced.insert(0, f"{data} instead of {self.source}")
         return replace(self, reduced=tuple(reduced))
@@ -136,6 +143,7 @@ def _small(model: str) -> Line:
 
 
 CIFAR10_MODELS = tuple(paper.TABLES["cifar10"].rows)
+IMAGES = {"cifar10": (50_000, 10_000), "cifar100": (50_000, 10_000)}  # to train and validate on, and to test
 ASC_MODELS = ("resnet29_asc", "p4resnet29_asc")
 DEMO_MODELS = (
     "resnet29", "resnet29_se", "resnet29_sasa", "resnet29_simple_asc", "resnet29_asc",

@@ -122,7 +122,11 @@ class Run:
     def open(cls, folder: str | os.PathLike[str]) -> Run:
         run = cls(Path(folder))
         if not run.exists:
-            found = "other things" if run.folder.exists() else "no such folder"
+            found = "no such folder"
+            if run.folder.is_dir():
+                found = "other things" if any(run.folder.iterdir()) else "an empty folder"
+            elif run.folder.exists():
+                found = "a file"
             raise RunError(f"{folder}: expected the folder of a run; got {found}")
         return run
 

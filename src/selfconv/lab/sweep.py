@@ -79,11 +79,12 @@ def reproduce(plan: Plan, out: Path, engine: Engine, *, command: str, dry_run: b
     if not console.is_terminal:
         console.width = 120
     data = open_data(plan.trials[0].config.replaced("data", subset=None))
-    plan = plan.on(data.name, len(data.train))
+    plan = plan.on(data.name, len(data.train), len(data.test))
     data = data if plan.data.subset is None else data.with_fewer(plan.data.subset, plan.data.split_seed)
     check(plan, out, data)
     pending = [trial for trial in plan.trials if not finished(out / trial.folder)]
-    heading = f"{plan.title}: {len(plan.trials)} runs, {len(plan.trials) - len(pending)} of them done"
+    runs = "1 run" if len(plan.trials) == 1 else f"{len(plan.trials)} runs"
+    heading = f"{plan.title}: {runs}, {len(plan.trials) - len(pending)} of them done"
     console.print("\n".join([heading, str(data), *(f"  reduced: {line}" for line in plan.reduced)]))
     if dry_run:
         from selfconv.lab._estimate import plan_table

@@ -84,6 +84,8 @@ def convert(
     """
     if layer not in LAYERS:
         raise ValueError(f"layer: expected one of {', '.join(map(repr, LAYERS))}; got {layer!r}")
+    if num_heads < 1:
+        raise ValueError(f"num_heads: expected ≥ 1; got {num_heads}")
     spatial = dict(_spatial_convolutions(model))
     chosen = None if where is None else _chosen(spatial, where)
     parameters = count_parameters(model)
@@ -130,9 +132,8 @@ def _chosen(spatial: dict[str, Conv], where: Where) -> set[str]:
         matches = {name for name in spatial if fnmatchcase(name, pattern)}
         if not matches:
             near = get_close_matches(pattern, spatial, n=3, cutoff=0.4)
-            hint = (
-                f"the nearest are {', '.join(near)}" if near else f"there are {', '.join(spatial) or 'none'}"
-            )
+            names = ", ".join(map(repr, near or spatial)) or "none"
+            hint = f"the nearest are {names}" if near else f"there are {names}"
             raise ValueError(f"no spatial convolution is named {pattern!r}; {hint}")
         chosen |= matches
     return chosen

@@ -32,8 +32,8 @@ class LocalAttention2d(nn.Module):
         out_channels: int,
         kernel_size: int,
         stride: int,
-        bias: bool,
         *,
+        bias: bool,
         key_channels: int,
         num_heads: int,
         qkv_bias: bool,
@@ -50,7 +50,7 @@ class LocalAttention2d(nn.Module):
                 f"{name}: expected positive sizes; got in_channels={in_channels}, "
                 f"out_channels={out_channels}, key_channels={key_channels}, stride={stride}"
             )
-        if kernel_size < 1 or kernel_size % 2 == 0:
+        if not isinstance(kernel_size, int) or kernel_size < 1 or kernel_size % 2 == 0:
             raise ValueError(f"{name}: kernel_size: expected an odd integer ≥ 1; got {kernel_size}")
         check_heads(num_heads, key=key_channels, value=out_channels)
         check_backend(backend)
@@ -232,8 +232,8 @@ class AffineSelfConv2d(LocalAttention2d):
         out_channels: int,
         kernel_size: int = 5,
         stride: int = 1,
-        bias: bool = False,
         *,
+        bias: bool = False,
         num_heads: int = 8,
         key_channels: int | None = None,
         psi: PsiKind = "channel",
@@ -252,7 +252,7 @@ class AffineSelfConv2d(LocalAttention2d):
             raise ValueError(f"affine='beta' has no ψ; expected psi='channel'; got psi={psi!r}")
         self.psi, self.affine = psi, affine
         super().__init__(
-            in_channels, out_channels, kernel_size, stride, bias,
+            in_channels, out_channels, kernel_size, stride, bias=bias,
             key_channels=out_channels if key_channels is None else key_channels,
             num_heads=num_heads, qkv_bias=qkv_bias, scale=scale, group=group, backend=backend,
             device=device, dtype=dtype,
@@ -302,8 +302,8 @@ class SimpleAffineSelfConv2d(LocalAttention2d):
         out_channels: int,
         kernel_size: int = 5,
         stride: int = 1,
-        bias: bool = False,
         *,
+        bias: bool = False,
         num_heads: int = 8,
         psi: PsiKind = "channel",
         qkv_bias: bool = True,
@@ -316,7 +316,7 @@ class SimpleAffineSelfConv2d(LocalAttention2d):
         _check_psi(psi)
         self.psi = psi
         super().__init__(
-            in_channels, out_channels, kernel_size, stride, bias, key_channels=out_channels,
+            in_channels, out_channels, kernel_size, stride, bias=bias, key_channels=out_channels,
             num_heads=num_heads, qkv_bias=qkv_bias, scale=scale, group=group, backend=backend,
             device=device, dtype=dtype,
         )  # fmt: skip
@@ -357,8 +357,8 @@ class StandAloneSelfAttention2d(LocalAttention2d):
         out_channels: int,
         kernel_size: int = 5,
         stride: int = 1,
-        bias: bool = False,
         *,
+        bias: bool = False,
         num_heads: int = 8,
         key_channels: int | None = None,
         qkv_bias: bool = True,
@@ -376,7 +376,7 @@ class StandAloneSelfAttention2d(LocalAttention2d):
                 f"{key_channels} key channels in {num_heads} heads, {key_channels // num_heads} each"
             )
         super().__init__(
-            in_channels, out_channels, kernel_size, stride, bias, key_channels=key_channels,
+            in_channels, out_channels, kernel_size, stride, bias=bias, key_channels=key_channels,
             num_heads=num_heads, qkv_bias=qkv_bias, scale=scale, group=group, backend=backend,
             device=device, dtype=dtype,
         )  # fmt: skip

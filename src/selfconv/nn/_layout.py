@@ -86,7 +86,13 @@ def on_folded(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 def avg_pool(x: Tensor, size: int) -> Tensor:
     """Mean over size×size cells: the downsampling that keeps quarter turns and flips exact."""
-    return on_folded(lambda maps: F.avg_pool2d(maps, size), x) if size > 1 else x
+    if size == 1:
+        return x
+    if min(x.shape[-2:]) < size:
+        raise ValueError(
+            f"expected maps of {size}×{size} or more, to average over; got shape {list(x.shape)}"
+        )
+    return on_folded(lambda maps: F.avg_pool2d(maps, size), x)
 
 
 def group_conv(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -149,7 +150,9 @@ def check_heads(num_heads: int, **channels: int) -> None:
     """Heads split channels into equal runs."""
     if num_heads < 1 or any(c % num_heads for c in channels.values()):
         counts = ", ".join(f"{c} {name} channels" for name, c in channels.items())
-        raise ValueError(f"num_heads={num_heads} does not divide {counts}")
+        common = math.gcd(*channels.values())
+        divisors = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        raise ValueError(f"num_heads={num_heads} does not divide {counts}; expected one of {divisors}")
 
 
 def shapes(tensors: Mapping[str, Tensor | None]) -> str:

@@ -130,8 +130,8 @@ def test_what_is_reduced_is_said() -> None:
     whole = make_plan("cifar10", Budget(epochs=100, seeds=8))
     assert whole.on("cifar10", 45_000, 10_000).reduced == ()
     assert whole.on("cifar10", 180, 40).reduced == (
-        "180 training images in the file, where cifar10 has 45,000",
-        "40 test images, where cifar10 has 10,000",
+        "data of 180 training images instead of 45,000",
+        "40 test images instead of 10,000",
     )
     assert "6 epochs instead of 100" in make_plan("demo").reduced
     digits = make_plan("ablation-psi", Budget(data="digits"))

@@ -27,6 +27,7 @@ from selfconv.lab.samples import Sample
 
 RUNS = 8  # of each model in both tables
 TRAINING_IMAGES = 45_000  # of the 50,000; the other 5,000 validate
+TEST_IMAGES = 10_000
 
 
 @dataclass(frozen=True)

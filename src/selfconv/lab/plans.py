@@ -72,13 +72,11 @@ class Plan:
         reduced = list(self.reduced)
         if self.data.subset is not None and self.data.subset < train:
             reduced.insert(0, f"{self.data.subset:,} of {train:,} training images")
-        if data in IMAGES:
-            whole_train, whole_test = IMAGES[data]
-            whole_train -= round(self.data.validation * whole_train)
-            if test != whole_test:
-                reduced.insert(0, f"{test:,} test images, where {data} has {whole_test:,}")
-            if train != whole_train:
-                reduced.insert(0, f"{train:,} training images in the file, where {data} has {whole_train:,}")
+        if data in ("cifar10", "cifar100"):
+            if test != paper.TEST_IMAGES:
+                reduced.insert(0, f"{test:,} test images instead of {paper.TEST_IMAGES:,}")
+            if train != paper.TRAINING_IMAGES:
+                reduced.insert(0, f"data of {train:,} training images instead of {paper.TRAINING_IMAGES:,}")
         if data != self.source:
             reduced.insert(0, f"{data} instead of {self.source}")
         return replace(self, reduced=tuple(reduced))
@@ -143,7 +141,6 @@ def _small(model: str) -> Line:
 
 
 CIFAR10_MODELS = tuple(paper.TABLES["cifar10"].rows)
-IMAGES = {"cifar10": (50_000, 10_000), "cifar100": (50_000, 10_000)}  # to train and validate on, and to test
 ASC_MODELS = ("resnet29_asc", "p4resnet29_asc")
 DEMO_MODELS = (
     "resnet29", "resnet29_se", "resnet29_sasa", "resnet29_simple_asc", "resnet29_asc",

@@ -155,13 +155,13 @@ def test_initialisation_is_the_papers(name: str) -> None:
 def test_every_override_reaches_the_network() -> None:
     model = create_model(
         "resnet29_asc", 7, 1, group=P4, widths=[8, 8, 16], depth=20, kernel_size=3, num_heads=4, psi="dense",
-        affine="psi", scale="width", downsample="stride", pool="max",
+        affine="psi", scale="head", downsample="stride", pool="max",
     )  # fmt: skip
     layer = model.get_submodule("stages.2.1.spatial.conv")
     assert (model.group, layer.group) == (get_group("p4"), P4)
     assert (layer.in_channels, layer.kernel_size, layer.num_heads, layer.psi) == (16, 3, 4, "dense")
     assert layer.affine == "psi"
-    assert layer.scale == 1 / 16
+    assert layer.scale == 4 / 16
     assert len(model.stages) == 3
     assert [len(list(stage.children())) for stage in model.stages] == [2, 2, 2]
     assert model.get_submodule("stages.1.0.shortcut.conv").downsample == "stride"

@@ -255,7 +255,7 @@ def test_config_json_holds_every_option(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     assert config == {
         "depth": 11, "group": "z2", "spatial": "asc", "squeeze_excite": False, "widths": [4, 4, 8],
-        "kernel_size": 3, "num_heads": 2, "psi": "channel", "affine": "both", "scale": "head",
+        "kernel_size": 3, "num_heads": 2, "psi": "channel", "affine": "both", "scale": "width",
         "downsample": "pool", "in_channels": 3, "num_classes": 10, "pool": "mean",
     }  # fmt: skip
 

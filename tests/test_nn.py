@@ -305,7 +305,7 @@ def test_layers_follow_pytorch_conventions(name: str) -> None:
 def test_printing_shows_sizes() -> None:
     layer = AffineSelfConv2d(16, 32, 5, stride=2, num_heads=8, group="p4")
     assert repr(layer) == (
-        "AffineSelfConv2d(16, 32, kernel_size=5, stride=2, num_heads=8, scale=0.25, group='p4')"
+        "AffineSelfConv2d(16, 32, kernel_size=5, stride=2, num_heads=8, scale=0.03125, group='p4')"
     )
 
 

@@ -141,7 +141,7 @@ def test_attention_weights_are_the_references(group: str) -> None:
         q, k, psi, alpha = q[:, None], k[:, None], psi[:, None], alpha.unsqueeze(2)
     for p in g:
         for x in reference.positions(q):
-            expected = reference.group_score(q, k, psi, t["beta_k"], g, p, x, 2, 0.5)
+            expected = reference.group_score(q, k, psi, t["beta_k"], g, p, x, 2, 1 / 4)
             weights = torch.stack(list(expected.values()), 1).reshape(2, 3, 3)
             torch.testing.assert_close(alpha[0, :, p, :, :, x[0], x[1]], weights, rtol=0, atol=1e-12)
 

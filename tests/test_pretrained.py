@@ -78,7 +78,7 @@ def test_a_place_that_is_neither_run_nor_name(tmp_path: Path) -> None:
         RunError, match=r"nothing: expected one of the folder of a run, digits_asc, .*; got no such folder"
     ):
         Trained.open("nothing")
-    with pytest.raises(RunError, match="expected the folder of a run; got other things"):
+    with pytest.raises(RunError, match="expected the folder of a run; got an empty folder"):
         Trained.open(tmp_path)
 
 

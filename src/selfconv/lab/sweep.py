@@ -83,8 +83,7 @@ def reproduce(plan: Plan, out: Path, engine: Engine, *, command: str, dry_run: b
     data = data if plan.data.subset is None else data.with_fewer(plan.data.subset, plan.data.split_seed)
     check(plan, out, data)
     pending = [trial for trial in plan.trials if not finished(out / trial.folder)]
-    runs = "1 run" if len(plan.trials) == 1 else f"{len(plan.trials)} runs"
-    heading = f"{plan.title}: {runs}, {len(plan.trials) - len(pending)} of them done"
+    heading = f"{plan.title}: {_runs(len(plan.trials))}, {len(plan.trials) - len(pending)} of them done"
     console.print("\n".join([heading, str(data), *(f"  reduced: {line}" for line in plan.reduced)]))
     if dry_run:
         from selfconv.lab._estimate import plan_table
@@ -110,7 +109,7 @@ def reproduce(plan: Plan, out: Path, engine: Engine, *, command: str, dry_run: b
         ) from None
     console.print(results_table(plan, out))
     if pending:
-        console.print(f"{len(pending)} runs in {shown_time(time.monotonic() - began)}, in {out}")
+        console.print(f"{_runs(len(pending))} in {shown_time(time.monotonic() - began)}, in {out}")
     report = _report(plan, out)
     if report:
         console.print(f"Report: {report[0]} and {report[1].name}", soft_wrap=True)
@@ -118,6 +117,10 @@ def reproduce(plan: Plan, out: Path, engine: Engine, *, command: str, dry_run: b
         listed = "; ".join(f"{folder}: {reason}" for folder, reason in failures.items())
         raise PlanFailed(f"{len(failures)} of {len(plan.trials)} runs failed: {listed}")
     return report
+
+
+def _runs(number: int) -> str:
+    return "1 run" if number == 1 else f"{number} runs"
 
 
 def _report(plan: Plan, out: Path) -> list[Path]:

@@ -56,7 +56,7 @@ class ResNetConfig:
     num_heads: int
     psi: Literal["channel", "dense"] = "channel"
     affine: Literal["both", "psi", "beta"] = "both"
-    scale: Literal["head", "width"] = "head"
+    scale: Literal["head", "width"] = "width"
     downsample: Literal["stride", "pool"]
     in_channels: int = 3
     num_classes: int = 10

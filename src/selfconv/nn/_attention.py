@@ -60,7 +60,7 @@ class LocalAttention2d(nn.Module):
         self.kernel_size = kernel_size
         self.stride = stride
         self.num_heads = num_heads
-        self.scale = num_heads / key_channels if scale is None else float(scale)
+        self.scale = 1 / key_channels if scale is None else float(scale)
         self.group = get_group(group)
         self.backend = backend
         self._factory = {"device": device, "dtype": dtype}
@@ -222,7 +222,7 @@ class AffineSelfConv2d(LocalAttention2d):
         psi: ``"channel"`` scales each channel by itself, ``"dense"`` maps all channels to all.
         affine: what the three affine maps consist of: ψ and β (``"both"``), ``"psi"`` alone (β = 0), or
             ``"beta"`` alone (ψ = 1: the features of the centre's own plane pass as they are).
-        scale: factor of the score; by default 1 / (key channels per head).
+        scale: factor of the score; by default 1 / key channels.
         backend: of ``selfconv.ops.affine_self_conv``.
     """
 

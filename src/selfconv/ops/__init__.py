@@ -70,7 +70,7 @@ def affine_self_conv(
             ``[C, C, k, k]`` or ``[C, C, |H|, k, k]``. None: f passes unfiltered.
         beta_k, beta_v: ``[C, k, k]``. None: nothing is added.
         num_heads: how many equal runs of channels are scored apart.
-        scale: factor of the score; by default 1 / (key channels per head).
+        scale: factor of the score; by default 1 / key channels.
         group: ``"z2"``, ``"p4"``, ``"p4m"`` or a ``Group``.
         kernel_size: k; only needed when every ψ and β is None.
         backend: one of ``BACKENDS``; by default the fastest that serves the call (see ``explain``).

@@ -134,7 +134,7 @@ def check_call(
         beta_v,
         kernel_size=k,
         num_heads=num_heads,
-        scale=num_heads / c_k if scale is None else float(scale),
+        scale=1 / c_k if scale is None else float(scale),
         group=group,
     )
 

@@ -101,7 +101,7 @@ def textbook(batch: int, channels: int, size: int, kernel: int, device: torch.de
     def run(x: Tensor) -> Tensor:
         q, k, v = x.split(channels, 1)
         query = q.flatten(2).unflatten(1, (HEADS, -1)).unsqueeze(3)  # [N, heads, d, 1, h·w]
-        scores = (query * neighbours(k, psi_k, beta_k)).sum(2, keepdim=True) * (HEADS / channels)
+        scores = (query * neighbours(k, psi_k, beta_k)).sum(2, keepdim=True) / channels
         return (scores.softmax(3) * neighbours(v, psi_v, beta_v)).sum(3).reshape(v.shape)
 
     return Layer(run, layer.parameters, layer.x, layer.flops, unfolds=True)

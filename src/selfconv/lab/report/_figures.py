@@ -259,7 +259,7 @@ def _curves(axes: Axes, row: Row) -> None:
         axes.plot(
             x, mean, color=shade, linestyle=dash, linewidth=1.3, label=name, marker="o" if len(x) == 1 else ""
         )
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True, min_n_ticks=1))
 
 
 Box = tuple[float, float, float, float]  # left, bottom, right, top, in pixels

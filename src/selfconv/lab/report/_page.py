@@ -124,7 +124,7 @@ p, ul { margin: .5rem 0 }
 .scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px }
 table { border-collapse: separate; border-spacing: 0; width: 100%; font-size: .9rem;
   font-variant-numeric: tabular-nums }
-th, td { padding: .45rem .65rem; text-align: right; white-space: nowrap; border-top: 1px solid var(--line) }
+th, td { padding: .45rem .55rem; text-align: right; white-space: nowrap; border-top: 1px solid var(--line) }
 thead th { border-top: 0; background: var(--soft); vertical-align: bottom; font-weight: 600 }
 thead .of { text-align: left; border-left: 1px solid var(--line); padding-bottom: 0 }
 tr > th:first-child[scope=row], th[rowspan] { text-align: left; font-weight: 600 }

@@ -98,6 +98,7 @@ def test_a_kernel_that_disagrees_gets_no_figure(monkeypatch: pytest.MonkeyPatch)
 def test_unfolding_that_would_not_fit_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_ops, "UNFOLD_LIMIT", 1.0)
     monkeypatch.setattr(_ops, "compiled", lambda layer: layer)
+    monkeypatch.setattr(_ops, "check", lambda kind, device: 0.0)
     rows = list(_ops.measure_ops((1,), ((16, 4),), 0.0, CPU))
     assert [r.note for r in rows if r.contender == "ASC, unfold"] == ["not run: would take about 0 GB"] * 2
     assert all(r.milliseconds is not None for r in rows if "unfold" not in r.contender)
@@ -105,6 +106,7 @@ def test_unfolding_that_would_not_fit_is_not_run(monkeypatch: pytest.MonkeyPatch
 
 def test_a_run_from_options_to_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_ops, "compiled", lambda layer: layer)
+    monkeypatch.setattr(_ops, "check", lambda kind, device: 0.0)
     monkeypatch.setattr(bench, "STAGES", ((16, 8), (32, 4)))
     options = BenchOptions(
         ("ops", "models"), batch=(1,), model_batch=2, seconds=0.01, quick=True, out=tmp_path / "b"

@@ -159,17 +159,6 @@ LAYERS = {
 HALVING = ("asc, stride", "conv, pool", "pool")
 
 
-class UnitScale(nn.Module):
-    """Features of an image divided by their root mean square, as batch norm would keep them.
-
-    Without it scores grow to 1e5 within three layers. A softmax of those has one weight of 1, where the terms
-    of the score's gradient cancel to the last bit or not, as luck has it, and are multiplied by 1e5 again.
-    """
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * x.square().flatten(1).mean(1).add(1e-12).rsqrt().view(-1, *(1,) * (x.dim() - 1))
-
-
 @dataclass(frozen=True)
 class Stack:
     """Layers upon each other, the first of which may lift an image to the group."""
@@ -188,9 +177,8 @@ class Stack:
     def build(self) -> nn.Sequential:
         torch.manual_seed(self.seed)
         layers: list[nn.Module] = [LiftingConv2d(C, C, 3, padding=1, group=self.group)] if self.lifted else []
-        for name, k in zip(self.layers, self.kernels, strict=True):
-            layers += [LAYERS[name](self.group, k), UnitScale()]
-        return nn.Sequential(*layers[:-1]).eval()
+        layers += [LAYERS[name](self.group, k) for name, k in zip(self.layers, self.kernels, strict=True)]
+        return nn.Sequential(*layers).eval()
 
     def features(self) -> torch.Tensor:
         order = len(get_group(self.group))

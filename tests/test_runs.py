@@ -53,7 +53,7 @@ def wait_for(condition: Any, process: subprocess.Popen[str]) -> None:
 
 
 def test_killed_runs_end_with_the_same_bits(data: Path, tmp_path: Path) -> None:
-    options = ("--ema", "0.9", "--checkpoint-minutes", "0", "--epochs", "12")
+    options = ("--ema", "0.9", "--checkpoint-minutes", "0", "--epochs", "30")
     random.seed(0)
     config = None
     for number in range(2):

@@ -206,19 +206,23 @@ TOLERANCE = {
 def cases(
     draw: st.DrawFn, *, dense: bool = True, small: bool = True, dtypes: tuple[Any, ...] = DTYPES
 ) -> Case:
-    """Shapes that fit the slow reference if ``small``; otherwise ones that span several vectors and bands."""
+    """Shapes that fit the slow reference if ``small``; otherwise ones that fill vectors and span strips."""
     group = draw(st.sampled_from(GROUPS))
-    side = {"z2": 5, "p4": 3, "p4m": 2}[group] if small else {"z2": 40, "p4": 24, "p4m": 17}[group]
-    few = st.integers(1, 2 if small else 3)
+    few = st.integers(1, 2)
+    heads, channels = (few, few) if small else (st.sampled_from((2, 1, 3, 4, 8, 12)), st.sampled_from(WIDTHS))
+    num_heads, head_channels = draw(heads), draw(st.tuples(channels, channels))
+    wide = num_heads * max(head_channels) > 9
+    sides = {"z2": (5, 17, 40), "p4": (3, 9, 24), "p4m": (2, 8, 17)}[group]
+    side = sides[0 if small else 1 if wide else 2]
     layout = st.sampled_from(LAYOUTS)
     # hypothesis prefers what is simplest: small maps and, counted from the other end, large ones
     length = st.integers(1, side) | st.integers(0, side - 1).map(lambda less: side - less)
     return Case(
         group=group,
-        batch=draw(st.sampled_from((2, 1, 0) if small else (2, 1, 3, 0))),
-        head_channels=draw(st.tuples(few, few)),
-        num_heads=draw(few),
-        kernel_size=draw(st.sampled_from((1, 3, 5) if small else (1, 3, 5, 7, 9, 11))),
+        batch=draw(st.sampled_from((2, 1, 0) if small else (2, 1, 3, 0, 9))),
+        head_channels=head_channels,
+        num_heads=num_heads,
+        kernel_size=draw(st.sampled_from((1, 3, 5) if small or wide else (1, 3, 5, 7, 9, 11))),
         size=draw(st.tuples(length, length)),
         layouts=draw(st.tuples(layout, layout, layout, layout)),
         dense=dense and draw(st.booleans()),
@@ -229,12 +233,20 @@ def cases(
     )
 
 
+WIDTHS = (1, 2, 3, 4, 8, 9)  # channels of a head: those that the kernels copy each in its own way, and others
+
+
 def assert_close(
-    actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float | None = None
+    actual: dict[str, Tensor],
+    expected: dict[str, Tensor],
+    tolerance: float | None = None,
+    doubt: dict[str, float] | None = None,
 ) -> None:
     """Every tensor within the tolerance of the expected one's largest value (or of 1, if that is small).
 
-    The tolerance is by default that of the tensor's own dtype.
+    Args:
+        tolerance: by default that of the tensor's own dtype.
+        doubt: how far the expected tensors may be from the truth themselves.
     """
     assert actual.keys() == expected.keys()
     for name, e in expected.items():
@@ -243,5 +255,5 @@ def assert_close(
         if e.numel():
             error = (a.to(e.dtype) - e).abs().max().item()
             allowed = TOLERANCE[a.dtype] if tolerance is None else tolerance
-            limit = allowed * max(1.0, e.abs().max().item())
+            limit = allowed * max(1.0, e.abs().max().item()) + (doubt[name] if doubt else 0.0)
             assert error <= limit, f"{name}: off by {error:.2e}, allowed {limit:.2e}"

@@ -12,6 +12,7 @@ import os
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ from fences import Child, fence_new_tensors, fenced, set_fences
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from selfconv.groups import get_group
 from selfconv.nn import (
@@ -220,13 +222,48 @@ def stack_gradients(module: nn.Module, x: torch.Tensor) -> dict[str, torch.Tenso
     }
 
 
+class RoundedSoftmax(torch.autograd.Function):
+    """A softmax whose weights are rounded once more for its gradient, this way or that.
+
+    Where one weight is nearly 1, the gradient of its score is a small difference of large numbers: what is
+    left of it in float64 depends on how the weight was rounded, and layers upon it magnify that.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores: torch.Tensor, dim: int) -> torch.Tensor:
+        ctx.dim, alpha = dim, scores.softmax(dim)
+        ctx.save_for_backward(alpha)
+        return alpha
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (alpha,) = ctx.saved_tensors
+        alpha = alpha * (1 + torch.finfo(alpha.dtype).eps / 2 * torch.randn_like(alpha).sign())
+        return alpha * (grad - (alpha * grad).sum(ctx.dim, keepdim=True)), None
+
+
+class RoundSoftmax(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.softmax:
+            return RoundedSoftmax.apply(*args)
+        return func(*args, **(kwargs or {}))
+
+
 def compare_layers(stack: Stack) -> None:
     set_fences(before=stack.fence_before)
     module, x = stack.build().to(stack.dtype), stack.features()
     exact = copy.deepcopy(module).double()
     set_backend(exact, "eager")
+    expected = stack_gradients(exact, x.double())
+    with RoundSoftmax():
+        again = [stack_gradients(exact, x.double()) for _ in range(3)]
+    doubt = {
+        name: 4 * max((other[name] - e).abs().max().item() for other in again)
+        for name, e in expected.items()
+        if e.numel()
+    }
     tolerance = 10 * TOLERANCE[stack.dtype]
-    assert_close(stack_gradients(module, x), stack_gradients(exact, x.double()), tolerance)
+    assert_close(stack_gradients(module, x), expected, tolerance, doubt)
     if stack.batch:
         assert_equivariant(module, x, stack.group, tolerance)
 

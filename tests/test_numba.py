@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import mpmath
 import pytest
 import torch
 from cases import GROUPS, Case, Layout, assert_close, channels_last, contiguous
@@ -33,12 +34,21 @@ def poisoned_memory() -> Iterator[None]:
 # ---- correct ----
 
 
-@pytest.mark.parametrize("bytes_for_a_band", [1, 2**14])
-def test_bands_of_rows_make_no_difference(bytes_for_a_band: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case("p4", 1, (2, 1), 2, 5, (23, 11))
-    whole = case.gradients(backend="numba")
-    monkeypatch.setattr(numba_cpu, "BAND_BYTES", bytes_for_a_band)
-    assert_close(case.gradients(backend="numba"), whole, 1e-12)
+@pytest.mark.parametrize("kernel_size", [1, 5, 11])
+@pytest.mark.parametrize("tasks", [2, 1000])
+def test_strips_of_rows_make_no_difference(
+    tasks: int, kernel_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each adds to the gradients of rows of its neighbours, and each counts its own filters' once."""
+    case = Case("p4", 2, (2, 1), 2, kernel_size, (47, 11))
+
+    def gradients(tasks: int) -> dict[str, Tensor]:
+        monkeypatch.setattr(numba_cpu, "TASKS", tasks)
+        numba_cpu.make_plan.cache_clear()
+        return case.gradients(backend="numba")
+
+    assert_close(gradients(tasks), gradients(1), 1e-12)
+    numba_cpu.make_plan.cache_clear()
 
 
 @pytest.mark.parametrize("scale", [1.0, -1.0])
@@ -54,6 +64,31 @@ def test_large_scores_do_not_overflow(scale: float) -> None:
         gradients = torch.autograd.grad(out.square().sum(), leaves)
         found[backend] = dict(zip(("out", "q", "k", "v"), (out.detach(), *gradients), strict=True))
     assert_close(found["numba"], found["eager"], 1e-5)
+
+
+@pytest.mark.parametrize("backend", ["numba", "eager"])
+@pytest.mark.parametrize("gap", [5.0, 20.0, 34.0, 40.0])
+def test_saturated_attention_is_as_exact_as_its_dtype(gap: float, backend: str) -> None:
+    """One weight nearly 1: its score's gradient is a difference that float64 leaves few digits of, if any."""
+    torch.manual_seed(0)
+    one = torch.ones(1, 1, 1, 1, dtype=torch.float64)
+    beta_k = torch.zeros(1, 3, 3, dtype=torch.float64)
+    beta_k[0, 1, 2] = gap
+    beta_k.requires_grad_()
+    beta_v = 1e6 * torch.randn(1, 3, 3, dtype=torch.float64)
+    out = affine_self_conv(
+        one, 0 * one, 0 * one, None, beta_k, None, beta_v, num_heads=1, scale=1.0, backend=backend
+    )
+    (found,) = torch.autograd.grad(out.sum(), beta_k)
+
+    with mpmath.workdps(60):  # ds = α (dα − Σ α dα), with dα = β^V
+        weights = [mpmath.exp(score) for score in beta_k.flatten().tolist()]
+        alpha = [w / sum(weights) for w in weights]
+        d_alpha = [mpmath.mpf(b) for b in beta_v.flatten().tolist()]
+        mean = sum(a * d for a, d in zip(alpha, d_alpha, strict=True))
+        expected = [float(a * (d - mean)) for a, d in zip(alpha, d_alpha, strict=True)]
+    error = (found.flatten() - torch.tensor(expected, dtype=torch.float64)).abs().max().item()
+    assert error <= 8 * torch.finfo(torch.float64).eps * beta_v.abs().max().item()
 
 
 def test_nan_stays_where_it_is() -> None:

@@ -21,9 +21,8 @@ from typing import Any
 from numba import cfunc
 from numba.core.caching import FunctionCache
 
-EDITION = zlib.crc32(
-    b"".join(Path(__file__).with_name(f"{m}.py").read_bytes() for m in ("_numba_kernels", "_simd"))
-)
+_SOURCES = ("_numba_kernels.py", "_numba_tiles.py", "_simd.py")
+EDITION = zlib.crc32(b"".join(Path(__file__).with_name(name).read_bytes() for name in _SOURCES))
 """A number that the sources of the kernels have in common."""
 
 

@@ -1,34 +1,33 @@
 """The CPU kernels: fused forward and backward passes for any numbers of planes, heads and channels.
 
-A task is some heads of one image, or of a few small ones. It copies their channels into zero-padded tiles,
-in a memory order of its own: so borders need no branches, and any strides of the caller's tensors do. A
-vector covers a few columns of a few rows of the map. For each head and output plane P the window is walked
-offset by offset:
+Heads and images never meet, so the lanes of a vector register are heads of images: the same channel, plane
+and position of each. A ``Vector`` is PARTS such registers, for PARTS columns side by side. All loads are
+then aligned, whatever the offset in the window; a filter value is one register, used for all columns; and
+sums over positions are sums of registers.
+
+A task is a block of heads of a block of images, or of a few blocks of small ones, and all rows or a strip of
+them. It copies their channels into tiles (``_numba_tiles.py``): any strides of the caller's tensors do. For
+each output plane P and PARTS positions x the window is walked offset by offset:
 
     score[t]  = Σ_c query_c · A^K_c[t],     A^K_c[t] = Σ_R key_{c,R}(x + t) ψ_{c,R}[t] + β_c[t]
     α[t]      = 2^(score[t] · scale·log2(e) − lse)
     out_c     = Σ_t α[t] · A^V_c[t]
 
-and backwards, with g the gradient of out (README.md beside this file derives it), first from where x is:
+and backwards, with g the gradient of out (README.md beside this file derives it):
 
     dα[t] = Σ_c g_c · A^V_c[t]              ds[t] = scale · α[t] (dα[t] − Σ_t α[t] dα[t])
     dquery_c = Σ_t ds[t] · A^K_c[t]
 
-    dβ^K_c[t] = Σ_x ds[t] · query_c         dβ^V_c[t] = Σ_x α[t] · g_c
+    df_{c,R}(x + t) += e ψ_{c,R}[t]         dψ_{c,R}[t] += e f_{c,R}(x + t)         dβ_c[t] += e
 
-then from where the neighbour y = x + t is, with e[t](y) = ds[t](y − t) · query_c(y − t):
-
-    dkey_{c,R}(y) = Σ_t e[t](y) · ψ^K_{c,R}[t]
-    dψ^K_{c,R}[t] = Σ_y e[t](y) · key_{c,R}(y)
-
-and with e[t](y) = α[t](y − t) · g_c(y − t) the same for value and ψ^V.
+where f is the key and e = ds[t] · query_c, and again where f is the value and e = α[t] · g_c.
 
 Filters arrive as tables ``[heads, P, C/heads, k, k, R + 1]``: for each channel and offset first ψ for every
-R, then β. Nothing of size k²·C·h·w exists: α and ds are for one head, one plane and a band of rows.
+R, then β. Nothing of size k²·C·h·w exists: scores, α, dα and A^K are those of PARTS positions.
 
-Compiled for a dtype, for R = ``len(planes)``, so that loops over R unroll, and for ``len(block)`` channels,
-one or two, that share a pass over the window. All else, the window's size and all strides included, is read
-at run time: one compilation serves all shapes.
+Compiled for a dtype; for R = ``len(planes)``, so that loops over R unroll; for ``len(block)`` channels that
+share a pass over the window, and ``len(pair)`` planes P that share a pass backwards, one or two of either.
+All else, the window's size and all strides included, is read at run time: one compilation serves all shapes.
 """
 
 # No `from __future__ import annotations`: Numba reads these functions, and they are not annotated.
@@ -39,313 +38,227 @@ import numpy as np
 from numba import njit, types
 
 from selfconv.ops._native import EDITION, native
+from selfconv.ops._numba_tiles import (
+    MAP,
+    MAPS,
+    clear,
+    copy,
+    options,
+    read_arguments,
+    read_map,
+    read_table,
+    read_task,
+    write_sums,
+)
 from selfconv.ops._simd import (
     PARTS,
+    accumulate,
     accumulate_product,
     advance,
-    broadcast,
     exp2,
     fetch_add,
     fma,
-    gather,
-    lane_sum,
     lanes_of,
     load,
     log2,
     maximum,
     pointer,
-    scatter,
+    repeat,
     splat,
     store,
-    transpose,
     zeros,
 )  # fmt: skip
 
 LOG2_E = 1.4426950408889634
-HEADER = 23  # integers before the maps in the argument block
 
-Map = namedtuple("Map", "data n c p i j")  # features [N, C, P, h, w] of the caller: pointer and strides
-Sizes = namedtuple("Sizes", "heads planes height width c_k c_v images batch staged")
-# How a plane lies in a tile: `border` zero rows above; `rows` of `parts` vector parts, those of the map and
-# then zeros until whole vectors cover them; zero rows below. Left of every row are `pad` zeros, whole parts
-# so that rows begin aligned, and they serve the row before as its right border too. α and ds hold `band`
-# rows at a time, in planes with twice the border above: who asks from two borders away finds zeros.
-Tile = namedtuple("Tile", "border pad taps rows parts stride plane band band_plane")
-
-_options = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+# Keys or values: channels of a head, tiles [c, R, rows, columns, lanes], filters [c, taps, R + 1, lanes].
+Side = namedtuple("Side", "channels tiles table")
 
 
-def make_tile(border, rows, parts, lanes, band):
-    pad = (border + lanes - 1) // lanes * lanes
-    stride = parts * lanes + pad
-    skew = 2 * lanes  # a plane of a power of two would share few of a cache's lines with the others
-    plane = (rows + 2 * border + PARTS) * stride + skew
-    band_plane = (band + 4 * border + PARTS) * stride + skew
-    return Tile(border, pad, (2 * border + 1) ** 2, rows, parts, stride, plane, band, band_plane)
+@njit(**options)
+def of_plane(planes, side, p, sizes):
+    """The same, with the filters of plane p."""
+    entries = sizes.taps * (len(planes) + 1) * side.channels
+    return Side(side.channels, side.tiles, advance(side.table, p * entries * lanes_of(side.table)))
 
 
-_make_tile = njit(**_options)(make_tile)
-
-
-@njit(**_options)
-def read_sizes(args):
-    return Sizes(args[4], args[5], args[6], args[7], args[8], args[9], args[20], args[21], args[22])
-
-
-@njit(**_options)
-def read_map(args, i, dtype):
-    return Map(pointer(args[i], dtype), args[i + 1], args[i + 2], args[i + 3], args[i + 4], args[i + 5])
-
-
-@njit(**_options)
-def clear(p, n):
-    for i in range(n):
-        p[i] = 0
-
-
-@njit(**_options)
-def copy(inward, features, n, c0, channels, c_step, planes, p_step, sizes, tile, tiles):
-    """Some channels of an image into tiles, so many numbers apart for channels and for planes; or back.
-
-    Channels that lie side by side are turned into rows in squares of one vector part each way.
-    """
-    lanes = lanes_of(tiles)
-    outside = advance(features.data, n * features.n + c0 * features.c)
-    if features.c != 1 or channels % lanes or sizes.width < lanes:
-        copy_rows(inward, outside, features, channels, c_step, planes, p_step, sizes, tile, tiles)
-        return
-    for p in range(planes):
-        for i in range(sizes.height):
-            for c in range(0, channels, lanes):
-                row = c * c_step + p * p_step + (i + tile.border) * tile.stride + tile.pad
-                for part in range(0, sizes.width, lanes):
-                    j = min(part, sizes.width - lanes)
-                    here = advance(tiles, row + j)
-                    there = advance(outside, c + p * features.p + i * features.i + j * features.j)
-                    if inward:
-                        transpose(there, features.j, here, c_step)
-                    else:
-                        transpose(here, c_step, there, features.j)
-
-
-@njit(**_options)
-def copy_rows(inward, outside, features, channels, c_step, planes, p_step, sizes, tile, tiles):
-    for c in range(channels):
-        for p in range(planes):
-            for i in range(sizes.height):
-                there = advance(outside, c * features.c + p * features.p + i * features.i)
-                here = advance(tiles, c * c_step + p * p_step + (i + tile.border) * tile.stride + tile.pad)
-                if inward:
-                    copy_row(there, features.j, here, 1, sizes.width)
-                else:
-                    copy_row(here, 1, there, features.j, sizes.width)
-
-
-@njit(**_options)
-def copy_row(source, step, target, to_step, n):
-    if step == 1 and to_step == 1:  # many at once
-        for j in range(n):
-            target[j] = source[j]
-    else:
-        for j in range(n):
-            target[j * to_step] = source[j * step]
-
-
-@njit(**_options)
-def corner_of(tile, lanes, i, part):
-    """Where the window begins, in a plane of a tile, for the vector whose first row and part these are."""
-    return i * tile.stride + tile.pad - tile.border + part * lanes
-
-
-@njit(forceinline=True, **_options)
-def affine_map(planes, f, at, tile, table, entry):
+@njit(forceinline=True, **options)
+def affine_map(planes, side, at, plane, entry):
     """A_c[t] = Σ_R f_{c,R}(x + t) ψ_{c,R}[t] + β_c[t], for the positions at offset ``at`` = x + t of f_c."""
-    R = len(planes)
-    affine = broadcast(table, entry + R)
+    R, lanes = len(planes), lanes_of(side.tiles)
+    affine = repeat(side.table, (entry * (R + 1) + R) * lanes)
     for r in range(R):
-        affine = fma(gather(f, at + r * tile.plane, tile.stride), broadcast(table, entry + r), affine)
+        psi = repeat(side.table, (entry * (R + 1) + r) * lanes)
+        affine = fma(load(side.tiles, at + r * plane), psi, affine)
     return affine
 
 
-@njit(**_options)
-def products(planes, block, window, a, unit, x, f, corner, tile, table, channels, out, affines):
-    """out[t] = Σ_c unit · a_c(x) · A_c[t], where A maps f; A itself goes to ``affines``, if not None."""
-    R, B = len(planes), len(block)
-    step = PARTS * lanes_of(f)
-    for c in range(0, channels, B):
-        first = gather(a, x + c * tile.plane, tile.stride) * unit
-        second = gather(a, x + (c + B - 1) * tile.plane, tile.stride) * unit
-        at = corner + c * R * tile.plane
-        for t in range(tile.taps):
-            entry = c * tile.taps + t
-            affine = affine_map(planes, f, at + window[t], tile, table, entry * (R + 1))
+@njit(forceinline=True, **options)
+def add_products(planes, block, window, first, second, side, c, corner, sizes, so_far, out, affines):
+    """out[t] = so_far[t] + first · A_c[t] + second · A_{c+1}[t], without what is None or not in the block."""
+    R, taps, plane = len(planes), sizes.taps, sizes.plane
+    step = PARTS * lanes_of(out)
+    for t in range(taps):
+        at, entry = corner + window[t] + c * R * plane, c * taps + t
+        affine = affine_map(planes, side, at, plane, entry)
+        if affines is not None:
+            store(affines, entry * step, affine)
+        total = first * affine if so_far is None else fma(first, affine, load(so_far, t * step))
+        if len(block) == 2:
+            affine = affine_map(planes, side, at + R * plane, plane, entry + taps)
             if affines is not None:
-                store(affines, entry * step, affine)
-            total = fma(first, affine, zeros(f) if c == 0 else load(out, t * step))
-            if B == 2:
-                entry += tile.taps
-                affine = affine_map(planes, f, at + window[t] + R * tile.plane, tile, table, entry * (R + 1))
-                if affines is not None:
-                    store(affines, entry * step, affine)
-                total = fma(second, affine, total)
-            store(out, t * step, total)
+                store(affines, (entry + taps) * step, affine)
+            total = fma(second, affine, total)
+        store(out, t * step, total)
 
 
-@njit(**_options)
-def attend(planes, block, window, unit, q, keys, values, table_k, table_v, sizes, tile, out, logs, alpha):
-    """One head's output and log2-sum-exp2 on one plane.
+@njit(**options)
+def products(planes, block, window, a, unit, x, side, corner, sizes, out, affines):
+    """out[t] = Σ_c unit · a_c(x) · A_c[t]; A itself goes to ``affines``, if not None."""
+    B, plane = len(block), sizes.plane
+    for c in range(0, side.channels, B):
+        first = load(a, x + c * plane) * unit
+        second = load(a, x + (c + B - 1) * plane) * unit
+        if c == 0:
+            add_products(planes, block, window, first, second, side, c, corner, sizes, None, out, affines)
+        else:
+            add_products(planes, block, window, first, second, side, c, corner, sizes, out, out, affines)
+
+
+@njit(**options)
+def exponentiate(scores, log, taps):
+    """2^(score[t] − log) in place of score[t]."""
+    step = PARTS * lanes_of(scores)
+    less = zeros(scores) - log
+    for t in range(taps):
+        store(scores, t * step, exp2(less + load(scores, t * step)))
+
+
+@njit(**options)
+def attend(planes, block, window, unit, q, keys, values, row, sizes, out, logs, alpha):
+    """Output and log2-sum-exp2 along a row of one plane.
 
     Args:
         unit: of the scores: scale · log2(e).
+        row: where its first window begins.
         alpha: room for α of one vector of positions.
     """
-    R, B = len(planes), len(block)
+    R, B, taps, plane = len(planes), len(block), sizes.taps, sizes.plane
     lanes = lanes_of(q)
     step = PARTS * lanes
-    zero = zeros(q)
-    for i in range(0, tile.rows, PARTS):
-        for part in range(tile.parts):
-            corner = corner_of(tile, lanes, i, part)
-            x = corner + tile.border * (tile.stride + 1)
-            products(planes, block, window, q, unit, x, keys, corner, tile, table_k, sizes.c_k, alpha, None)
-            largest = load(alpha, 0)
-            for t in range(1, tile.taps):
-                largest = maximum(largest, load(alpha, t * step))
-            total = zero
-            for t in range(tile.taps):
-                weight = exp2(load(alpha, t * step) - largest)
-                total = total + weight
-                store(alpha, t * step, weight)
-            for c in range(0, sizes.c_v, B):
-                first = second = zero
-                for t in range(tile.taps):
-                    weight = load(alpha, t * step)
-                    at, entry = corner + window[t] + c * R * tile.plane, (c * tile.taps + t) * (R + 1)
-                    affine = affine_map(planes, values, at, tile, table_v, entry)
-                    first = fma(weight, affine, first)
-                    if B == 2:
-                        at, entry = at + R * tile.plane, entry + tile.taps * (R + 1)
-                        affine = affine_map(planes, values, at, tile, table_v, entry)
-                        second = fma(weight, affine, second)
-                scatter(out, x + c * tile.plane, tile.stride, first / total)
+    for corner in range(row, row + sizes.columns * lanes, step):
+        x = corner + sizes.border * (sizes.stride + lanes)
+        products(planes, block, window, q, unit, x, keys, corner, sizes, alpha, None)
+        largest = load(alpha, 0)
+        for t in range(1, taps):
+            largest = maximum(largest, load(alpha, t * step))
+        exponentiate(alpha, largest, taps)
+        total = zeros(q)
+        for t in range(taps):
+            total = total + load(alpha, t * step)
+        store(logs, x, largest + log2(total))
+        for c in range(0, values.channels, B):
+            first = second = zeros(q)
+            for t in range(taps):
+                weight = load(alpha, t * step)
+                at, entry = corner + window[t] + c * R * plane, c * taps + t
+                first = fma(weight, affine_map(planes, values, at, plane, entry), first)
                 if B == 2:
-                    scatter(out, x + (c + 1) * tile.plane, tile.stride, second / total)
-            scatter(logs, x, tile.stride, largest + log2(total))
+                    affine = affine_map(planes, values, at + R * plane, plane, entry + taps)
+                    second = fma(weight, affine, second)
+            store(out, x + c * plane, first / total)
+            if B == 2:
+                store(out, x + (c + 1) * plane, second / total)
 
 
-@njit(**_options)
+@njit(**options)
+def weigh(
+    planes, block, window, unit, scale, q, g, logs, keys, values, corner, x, sizes, alpha, ds, dq, affines
+):
+    """What the centres of one plane get of the gradient: α, ds and dquery.
+
+    Args:
+        affines: room for A^K.
+    """
+    taps, plane = sizes.taps, sizes.plane
+    step = PARTS * lanes_of(q)
+    products(planes, block, window, q, unit, x, keys, corner, sizes, alpha, affines)
+    products(planes, block, window, g, scale, x, values, corner, sizes, ds, None)  # dα, at first
+    exponentiate(alpha, load(logs, x), taps)  # scores of the same bits as logs were made from
+    mean = zeros(q)  # Σ_t α[t] dα[t]
+    weights = zeros(q)  # Σ_t α[t]: one, but for the rounding of logs
+    for t in range(taps):
+        weight = load(alpha, t * step)
+        mean = fma(weight, load(ds, t * step), mean)
+        weights = weights + weight
+    mean = mean / weights
+    for c in range(keys.channels):
+        total = zeros(q)
+        for t in range(taps):
+            d_score = load(ds, t * step)
+            if c == 0:
+                d_score = load(alpha, t * step) * (d_score - mean)
+                store(ds, t * step, d_score)
+            total = fma(d_score, load(affines, (c * taps + t) * step), total)
+        store(dq, x + c * plane, total)
+
+
+@njit(**options)
+def pull_back(planes, pair, window, weights, a, x, side, corner, sizes, gradient, sums):
+    """Adds what e = weights[t] · a_c, the gradients of A_c[t], give to f, ψ and β.
+
+    Args:
+        weights, a: of one plane P, or of two that lie one behind the other; so do filters and sums.
+    """
+    R, D, taps, plane = len(planes), len(pair), sizes.taps, sizes.plane
+    lanes = lanes_of(a)
+    step = PARTS * lanes
+    other = side.channels * taps * (R + 1) * lanes  # from the first plane's filters to the second's
+    for c in range(side.channels):
+        first = load(a, x + c * plane)
+        second = load(a, x + (c + (D - 1) * side.channels) * plane)
+        for t in range(taps):
+            at, entry = corner + window[t] + c * R * plane, (c * taps + t) * (R + 1) * lanes
+            e = load(weights, t * step) * first
+            accumulate(sums, entry + R * lanes, e)
+            if D == 2:
+                e2 = load(weights, (taps + t) * step) * second
+                accumulate(sums, other + entry + R * lanes, e2)
+            for r in range(R):
+                here, psi = at + r * plane, entry + r * lanes
+                feature = load(side.tiles, here)
+                accumulate_product(sums, psi, e, feature)
+                total = fma(e, repeat(side.table, psi), load(gradient, here))
+                if D == 2:
+                    accumulate_product(sums, other + psi, e2, feature)
+                    total = fma(e2, repeat(side.table, other + psi), total)
+                store(gradient, here, total)
+
+
+@njit(**options)
 def walk(
-    planes, block, window, unit, scale, q, g, logs, keys, values, table_k, table_v, start, stop, sizes, tile,
-    alpha, ds, dq, sums_k, sums_v, scores, d_alpha, affines,
+    planes, block, pair, window, unit, scale, q, g, logs, keys, values, row, sizes,
+    dq, d_keys, d_values, sums_k, sums_v, alpha, ds, affines,
 ):  # fmt: skip
-    """What the centres of a band of rows, from start to stop, get of the gradient: α, ds, dquery, both dβ.
+    """All gradients along a row of one plane or two.
 
     Args:
-        scores, d_alpha, affines: room for those of one vector of positions.
+        alpha, ds, affines: room for those of one vector of positions.
     """
-    R, B = len(planes), len(block)
     lanes = lanes_of(q)
     step = PARTS * lanes
-    zero = zeros(q)
-    for i in range(start, stop, PARTS):
-        for part in range(tile.parts):
-            corner = corner_of(tile, lanes, i, part)
-            x = corner + tile.border * (tile.stride + 1)
-            log = gather(logs, x, tile.stride)
-            products(
-                planes, block, window, q, unit, x, keys, corner, tile, table_k, sizes.c_k, scores,
-                affines,
+    plane, room = sizes.plane, sizes.taps * step
+    for corner in range(row, row + sizes.columns * lanes, step):
+        x = corner + sizes.border * (sizes.stride + lanes)
+        for d in range(len(pair)):
+            k, v = d * keys.channels * plane, d * values.channels * plane
+            weigh(
+                planes, block, window, unit, scale, advance(q, k), advance(g, v), advance(logs, d * plane),
+                of_plane(planes, keys, d, sizes), of_plane(planes, values, d, sizes), corner, x, sizes,
+                advance(alpha, d * room), advance(ds, d * room), advance(dq, k), affines,
             )  # fmt: skip
-            products(
-                planes, block, window, g, scale, x, values, corner, tile, table_v, sizes.c_v, d_alpha,
-                None,
-            )  # fmt: skip
-            here = x + (tile.border - start) * tile.stride
-            mean = zero  # Σ_t α[t] dα[t]
-            weights = zero  # Σ_t α[t]: one, but for the rounding of lse
-            for t in range(tile.taps):
-                weight = exp2(load(scores, t * step) - log)  # of the same bits as log was made from
-                mean = fma(weight, load(d_alpha, t * step), mean)
-                weights = weights + weight
-                scatter(alpha, here + t * tile.band_plane, tile.stride, weight)
-            mean = mean / weights
-            for c in range(0, sizes.c_k, B):
-                a = gather(q, x + c * tile.plane, tile.stride)
-                b = gather(q, x + (c + B - 1) * tile.plane, tile.stride)
-                first = second = zero
-                for t in range(tile.taps):
-                    there = here + t * tile.band_plane
-                    if c == 0:
-                        d_score = gather(alpha, there, tile.stride) * (load(d_alpha, t * step) - mean)
-                        scatter(ds, there, tile.stride, d_score)
-                    else:
-                        d_score = gather(ds, there, tile.stride)
-                    entry = c * tile.taps + t
-                    first = fma(d_score, load(affines, entry * step), first)
-                    accumulate_product(sums_k, (entry * (R + 1) + R) * lanes, d_score, a)
-                    if B == 2:
-                        entry += tile.taps
-                        second = fma(d_score, load(affines, entry * step), second)
-                        accumulate_product(sums_k, (entry * (R + 1) + R) * lanes, d_score, b)
-                scatter(dq, x + c * tile.plane, tile.stride, first)
-                if B == 2:
-                    scatter(dq, x + (c + 1) * tile.plane, tile.stride, second)
-            for c in range(0, sizes.c_v, B):
-                a = gather(g, x + c * tile.plane, tile.stride)
-                b = gather(g, x + (c + B - 1) * tile.plane, tile.stride)
-                for t in range(tile.taps):
-                    weight = gather(alpha, here + t * tile.band_plane, tile.stride)
-                    entry = c * tile.taps + t
-                    accumulate_product(sums_v, (entry * (R + 1) + R) * lanes, weight, a)
-                    if B == 2:
-                        entry += tile.taps
-                        accumulate_product(sums_v, (entry * (R + 1) + R) * lanes, weight, b)
-
-
-@njit(**_options)
-def pull_back(planes, window, weights, a, f, table, channels, start, stop, tile, gradient, es, sums):
-    """What one side, K or V, gets of the gradient from a band of rows: its features f and ψ.
-
-    Args:
-        weights: ds or α, for the rows from start to stop.
-        a: query or g.
-        es: room for e[t] of one vector of positions.
-        sums: of the table's gradient, in vector parts.
-    """
-    R = len(planes)
-    lanes = lanes_of(f)
-    step = PARTS * lanes
-    centre = tile.border * (tile.stride + 1)
-    for i in range(max(start - tile.border, 0), min(stop + tile.border, tile.rows), PARTS):
-        for part in range(tile.parts):
-            corner = corner_of(tile, lanes, i, part)
-            band = corner + (3 * tile.border - start) * tile.stride + 2 * tile.border
-            for c in range(channels):
-                for r in range(R):
-                    y = corner + centre + (c * R + r) * tile.plane
-                    feature = gather(f, y, tile.stride)
-                    total = gather(gradient, y, tile.stride)
-                    for t in range(tile.taps):
-                        entry = (c * tile.taps + t) * (R + 1) + r
-                        if r == 0:
-                            weight = gather(weights, band - window[t] + t * tile.band_plane, tile.stride)
-                            e = weight * gather(
-                                a, corner + 2 * centre - window[t] + c * tile.plane, tile.stride
-                            )
-                            if R > 1:
-                                store(es, t * step, e)
-                        else:
-                            e = load(es, t * step)
-                        total = fma(e, broadcast(table, entry), total)
-                        accumulate_product(sums, entry * lanes, e, feature)
-                    scatter(gradient, y, tile.stride, total)
-
-
-@njit(**_options)
-def write_sums(sums, entries, gradient):
-    """Adds up the lanes of each sum."""
-    for entry in range(entries):
-        gradient[entry] = lane_sum(sums, entry * lanes_of(sums))
+        pull_back(planes, pair, window, alpha, g, x, values, corner, sizes, d_values, sums_v)
+        pull_back(planes, pair, window, ds, q, x, keys, corner, sizes, d_keys, sums_k)
 
 
 _signature = types.void(types.CPointer(types.int64))
@@ -364,60 +277,56 @@ def forward_worker(name, order, together):
 
     @native(_signature)
     def worker(args):
-        R = len(planes)
         # not literals: Numba would compile what takes them once for each value
         outward, inward = np.int64(0), np.int64(1)
-        scratch = pointer(args[11], dtype)
-        sizes, tile = (
-            read_sizes(args),
-            _make_tile(args[18] // 2, args[15], args[16], lanes_of(scratch), args[17]),
-        )
-        P, c_k, c_v = sizes.planes, sizes.c_k, sizes.c_v
-        plane, many = tile.plane, R * tile.plane
-        heads = sizes.staged
-        all_k, all_v = heads * c_k, heads * c_v
-        entries = tile.taps * (R + 1)
-        window = pointer(args[19], np.int64)
-        unit = splat(dtype(pointer(args[10], np.float64)[0] * LOG2_E))
-        query, key = read_map(args, HEADER, dtype), read_map(args, HEADER + 6, dtype)
-        value, out = read_map(args, HEADER + 12, dtype), read_map(args, HEADER + 18, dtype)
-        lse = read_map(args, HEADER + 24, dtype)
+        addresses, sizes = read_arguments(args)
+        R, P, c_k, c_v, plane = len(planes), sizes.planes, sizes.c_k, sizes.c_v, sizes.plane
+        entries = P * sizes.taps * (R + 1)
+        window = pointer(addresses.window, np.int64)
+        unit = splat(dtype(pointer(addresses.scale, np.float64)[0] * LOG2_E))
+        query, key, value = read_map(args, 0), read_map(args, 1), read_map(args, 2)
+        out, lse = read_map(args, 3), read_map(args, 4)
 
-        q = advance(scratch, fetch_add(args, 0, 1) * args[12])  # [P, channels, rows, stride]
-        clear(q, args[12])
-        keys = advance(q, P * all_k * plane)  # [channels, R, rows, stride]
-        values = advance(keys, all_k * many)
-        o = advance(values, all_v * many)  # as q
-        logs = advance(o, P * all_v * plane)
-        alpha = advance(logs, P * heads * plane)
+        q = advance(pointer(addresses.scratch, dtype), fetch_add(args, 0, 1) * sizes.scratch)
+        lanes = lanes_of(q)
+        clear(q, sizes.scratch)
+        o = advance(q, P * c_k * plane)  # [P, c, rows, columns, lanes], as q
+        logs = advance(o, P * c_v * plane)
+        k = advance(logs, P * plane)
+        v = advance(k, c_k * R * plane)
+        table_k = advance(v, c_v * R * plane)
+        table_v = advance(table_k, entries * c_k * lanes)
+        alpha = advance(table_v, entries * c_v * lanes)
+        keys, values = Side(c_k, k, table_k), Side(c_v, v, table_v)
+        heads = np.int64(-1)  # whose tables are there
 
         while True:
-            turn = fetch_add(args, 1, args[3])
-            if turn >= args[2]:
+            turn = fetch_add(args, 1, sizes.chunk)
+            if turn >= sizes.tasks:
                 break
-            for task in range(turn, min(turn + args[3], args[2])):
-                batch, stage = divmod(task, sizes.heads // heads)
-                for n in range(batch * sizes.batch, min((batch + 1) * sizes.batch, sizes.images)):
-                    copy(inward, key, n, stage * all_k, all_k, many, R, plane, sizes, tile, keys)
-                    copy(inward, value, n, stage * all_v, all_v, many, R, plane, sizes, tile, values)
-                    copy(inward, query, n, stage * all_k, all_k, plane, P, all_k * plane, sizes, tile, q)
-                    for head in range(heads):
+            for number in range(turn, min(turn + sizes.chunk, sizes.tasks)):
+                task = read_task(number, sizes)
+                if task.heads != heads:
+                    heads = task.heads
+                    read_table(addresses.table_k, heads, entries * c_k, sizes, table_k)
+                    read_table(addresses.table_v, heads, entries * c_v, sizes, table_v)
+                start, stop, above, below = task.start, task.stop, task.above, task.below
+                for b in range(task.first, task.last):
+                    if sizes.strips > 1:  # else nothing writes where the border is
+                        clear(k, (c_k + c_v) * R * plane)
+                    copy(inward, query, b, task, start, stop, P, plane, c_k * plane, sizes, q)
+                    copy(inward, key, b, task, above, below, R, R * plane, plane, sizes, k)
+                    copy(inward, value, b, task, above, below, R, R * plane, plane, sizes, v)
+                    for i in range(start, stop):
+                        row = (i - start + sizes.halo - sizes.border) * sizes.stride
                         for p in range(P):
-                            filters = ((stage * heads + head) * P + p) * entries
                             attend(
-                                planes, block, window, unit,
-                                advance(q, (p * all_k + head * c_k) * plane),
-                                advance(keys, head * c_k * many),
-                                advance(values, head * c_v * many),
-                                advance(pointer(args[13], dtype), filters * c_k),
-                                advance(pointer(args[14], dtype), filters * c_v),
-                                sizes, tile,
-                                advance(o, (p * all_v + head * c_v) * plane),
-                                advance(logs, (p * heads + head) * plane),
-                                alpha,
+                                planes, block, window, unit, advance(q, p * c_k * plane),
+                                of_plane(planes, keys, p, sizes), of_plane(planes, values, p, sizes), row,
+                                sizes, advance(o, p * c_v * plane), advance(logs, p * plane), alpha,
                             )  # fmt: skip
-                    copy(outward, out, n, stage * all_v, all_v, plane, P, all_v * plane, sizes, tile, o)
-                    copy(outward, lse, n, stage * heads, heads, plane, P, heads * plane, sizes, tile, logs)
+                    copy(outward, out, b, task, start, stop, P, plane, c_v * plane, sizes, o)
+                    copy(outward, lse, b, task, start, stop, P, plane, plane, sizes, logs)
 
     return worker
 
@@ -426,99 +335,86 @@ def forward_worker(name, order, together):
 def backward_worker(name, order, together):
     """The backward pass, likewise."""
     dtype, planes, block = np.dtype(name).type, (EDITION,) * order, (EDITION,) * together
+    pair = (EDITION,) * (1 if order % 2 else 2)
 
     @native(_signature)
     def worker(args):
-        R = len(planes)
         # not literals: Numba would compile what takes them once for each value
         outward, inward = np.int64(0), np.int64(1)
-        scratch = pointer(args[11], dtype)
-        lanes = lanes_of(scratch)
-        step = PARTS * lanes
-        sizes, tile = read_sizes(args), _make_tile(args[18] // 2, args[15], args[16], lanes, args[17])
-        P, c_k, c_v = sizes.planes, sizes.c_k, sizes.c_v
-        plane, many = tile.plane, R * tile.plane
-        heads = sizes.staged
-        all_k, all_v = heads * c_k, heads * c_v
-        entries = tile.taps * (R + 1)
-        window = pointer(args[19], np.int64)
-        scale = splat(dtype(pointer(args[10], np.float64)[0]))
-        unit = splat(dtype(pointer(args[10], np.float64)[0] * LOG2_E))
-        query, key = read_map(args, HEADER, dtype), read_map(args, HEADER + 6, dtype)
-        value, grad = read_map(args, HEADER + 12, dtype), read_map(args, HEADER + 18, dtype)
-        lse, d_query = read_map(args, HEADER + 24, dtype), read_map(args, HEADER + 30, dtype)
-        d_key, d_value = read_map(args, HEADER + 36, dtype), read_map(args, HEADER + 42, dtype)
-        shared = args[HEADER + 42] == args[HEADER + 36]  # key and value are one tensor: so is their gradient
+        addresses, sizes = read_arguments(args)
+        R, P, c_k, c_v, plane = len(planes), sizes.planes, sizes.c_k, sizes.c_v, sizes.plane
+        entries = P * sizes.taps * (R + 1)
+        window = pointer(addresses.window, np.int64)
+        scale = splat(dtype(pointer(addresses.scale, np.float64)[0]))
+        unit = splat(dtype(pointer(addresses.scale, np.float64)[0] * LOG2_E))
+        query, key, value = read_map(args, 0), read_map(args, 1), read_map(args, 2)
+        grad, lse = read_map(args, 3), read_map(args, 4)
+        d_query, d_key, d_value = read_map(args, 5), read_map(args, 6), read_map(args, 7)
+        d_table_k, d_table_v = args[MAPS + 8 * MAP], args[MAPS + 8 * MAP + 1]
+        shared = d_key.data == d_value.data  # key and value are one tensor: so is their gradient
 
-        q = advance(scratch, fetch_add(args, 0, 1) * args[12])  # [P, channels, rows, stride]
-        clear(q, args[12])
-        dq = advance(q, P * all_k * plane)
-        g = advance(dq, P * all_k * plane)
-        logs = advance(g, P * all_v * plane)
-        keys = advance(logs, P * heads * plane)  # [channels, R, rows, stride]
-        d_keys = advance(keys, all_k * many)
-        values = advance(d_keys, all_k * many)
-        d_values = d_keys if shared else advance(values, all_v * many)
-        alpha = advance(values, 2 * all_v * many)  # for a band of rows, as is ds
-        ds = advance(alpha, tile.taps * tile.band_plane)
-        scores = advance(ds, tile.taps * tile.band_plane)  # for one vector of positions, as the next two
-        d_alpha = advance(scores, tile.taps * step)
-        affines = advance(d_alpha, tile.taps * step)
-        sums_k = advance(affines, c_k * tile.taps * step)
-        sums_v = advance(sums_k, P * entries * all_k * lanes)
+        q = advance(pointer(addresses.scratch, dtype), fetch_add(args, 0, 1) * sizes.scratch)
+        lanes = lanes_of(q)
+        clear(q, sizes.scratch)
+        dq = advance(q, P * c_k * plane)  # [P, c, rows, columns, lanes], as q
+        g = advance(dq, P * c_k * plane)
+        logs = advance(g, P * c_v * plane)
+        k = advance(logs, P * plane)
+        v = advance(k, c_k * R * plane)
+        d_k = advance(v, c_v * R * plane)
+        d_v = d_k if shared else advance(d_k, c_k * R * plane)
+        table_k = advance(d_k, (c_k + c_v) * R * plane)
+        table_v = advance(table_k, entries * c_k * lanes)
+        own_sums = advance(table_v, entries * c_v * lanes)  # of K, then of V
+        others_sums = advance(own_sums, entries * (c_k + c_v) * lanes)
+        alpha = advance(others_sums, entries * (c_k + c_v) * lanes)
+        ds = advance(alpha, len(pair) * sizes.taps * PARTS * lanes)
+        affines = advance(ds, len(pair) * sizes.taps * PARTS * lanes)
+        keys, values = Side(c_k, k, table_k), Side(c_v, v, table_v)
+        heads = np.int64(-1)  # whose tables are there
 
         while True:
-            turn = fetch_add(args, 1, args[3])
-            if turn >= args[2]:
+            turn = fetch_add(args, 1, sizes.chunk)
+            if turn >= sizes.tasks:
                 break
-            for task in range(turn, min(turn + args[3], args[2])):
-                batch, stage = divmod(task, sizes.heads // heads)
-                clear(sums_k, P * entries * (all_k + all_v) * lanes)
-                for n in range(batch * sizes.batch, min((batch + 1) * sizes.batch, sizes.images)):
-                    copy(inward, key, n, stage * all_k, all_k, many, R, plane, sizes, tile, keys)
-                    copy(inward, value, n, stage * all_v, all_v, many, R, plane, sizes, tile, values)
-                    copy(inward, query, n, stage * all_k, all_k, plane, P, all_k * plane, sizes, tile, q)
-                    copy(inward, grad, n, stage * all_v, all_v, plane, P, all_v * plane, sizes, tile, g)
-                    copy(inward, lse, n, stage * heads, heads, plane, P, heads * plane, sizes, tile, logs)
-                    clear(d_keys, all_k * many)
-                    clear(d_values, all_v * many)
-                    for head in range(heads):
-                        at_k, at_v = head * c_k * many, head * c_v * many
-                        keys_h, d_keys_h = advance(keys, at_k), advance(d_keys, at_k)
-                        values_h, d_values_h = advance(values, at_v), advance(d_values, at_v)
-                        for p in range(P):
-                            filters = ((stage * heads + head) * P + p) * entries
-                            table_k = advance(pointer(args[13], dtype), filters * c_k)
-                            table_v = advance(pointer(args[14], dtype), filters * c_v)
-                            at = (p * all_k + head * c_k) * plane
-                            q_p, dq_p = advance(q, at), advance(dq, at)
-                            g_p = advance(g, (p * all_v + head * c_v) * plane)
-                            logs_p = advance(logs, (p * heads + head) * plane)
-                            sums_k_p = advance(sums_k, (head * P + p) * entries * c_k * lanes)
-                            sums_v_p = advance(sums_v, (head * P + p) * entries * c_v * lanes)
-                            for start in range(0, tile.rows, tile.band):
-                                stop = min(start + tile.band, tile.rows)
-                                if stop - start < tile.band:
-                                    clear(alpha, 2 * tile.taps * tile.band_plane)
-                                walk(
-                                    planes, block, window, unit, scale, q_p, g_p, logs_p, keys_h, values_h,
-                                    table_k, table_v, start, stop, sizes, tile, alpha, ds, dq_p, sums_k_p,
-                                    sums_v_p, scores, d_alpha, affines,
-                                )  # fmt: skip
-                                pull_back(
-                                    planes, window, ds, q_p, keys_h, table_k, c_k, start, stop, tile,
-                                    d_keys_h, scores, sums_k_p,
-                                )  # fmt: skip
-                                pull_back(
-                                    planes, window, alpha, g_p, values_h, table_v, c_v, start, stop, tile,
-                                    d_values_h, scores, sums_v_p,
-                                )  # fmt: skip
-                    copy(outward, d_query, n, stage * all_k, all_k, plane, P, all_k * plane, sizes, tile, dq)
-                    copy(outward, d_key, n, stage * all_k, all_k, many, R, plane, sizes, tile, d_keys)
+            for number in range(turn, min(turn + sizes.chunk, sizes.tasks)):
+                task = read_task(number, sizes)
+                if task.heads != heads:
+                    heads = task.heads
+                    read_table(addresses.table_k, heads, entries * c_k, sizes, table_k)
+                    read_table(addresses.table_v, heads, entries * c_v, sizes, table_v)
+                start, stop, above, below = task.start, task.stop, task.above, task.below
+                clear(own_sums, entries * (c_k + c_v) * lanes)
+                for b in range(task.first, task.last):
+                    if sizes.strips > 1:  # else nothing writes where the border is
+                        clear(k, (c_k + c_v) * R * plane)
+                    copy(inward, query, b, task, above, below, P, plane, c_k * plane, sizes, q)
+                    copy(inward, grad, b, task, above, below, P, plane, c_v * plane, sizes, g)
+                    copy(inward, lse, b, task, above, below, P, plane, plane, sizes, logs)
+                    copy(inward, key, b, task, task.top, task.bottom, R, R * plane, plane, sizes, k)
+                    copy(inward, value, b, task, task.top, task.bottom, R, R * plane, plane, sizes, v)
+                    clear(d_k, (c_k + c_v) * R * plane)
+                    for i in range(above, below):
+                        row = (i - start + sizes.halo - sizes.border) * sizes.stride
+                        # rows of other strips have a part in this one's gradients of keys and values alone
+                        sums = own_sums if start <= i < stop else others_sums
+                        for p in range(0, P, len(pair)):
+                            first = p * sizes.taps * (R + 1) * lanes
+                            walk(
+                                planes, block, pair, window, unit, scale, advance(q, p * c_k * plane),
+                                advance(g, p * c_v * plane), advance(logs, p * plane),
+                                of_plane(planes, keys, p, sizes), of_plane(planes, values, p, sizes), row,
+                                sizes, advance(dq, p * c_k * plane), d_k, d_v, advance(sums, first * c_k),
+                                advance(sums, entries * c_k * lanes + first * c_v), alpha, ds, affines,
+                            )  # fmt: skip
+                    copy(outward, d_query, b, task, start, stop, P, plane, c_k * plane, sizes, dq)
+                    copy(outward, d_key, b, task, start, stop, R, R * plane, plane, sizes, d_k)
                     if not shared:
-                        copy(outward, d_value, n, stage * all_v, all_v, many, R, plane, sizes, tile, d_values)
-                numbers_k, numbers_v = P * entries * all_k, P * entries * all_v
-                write_sums(sums_k, numbers_k, advance(pointer(args[HEADER + 48], dtype), task * numbers_k))
-                write_sums(sums_v, numbers_v, advance(pointer(args[HEADER + 49], dtype), task * numbers_v))
+                        copy(outward, d_value, b, task, start, stop, R, R * plane, plane, sizes, d_v)
+                share = number // (sizes.head_blocks * sizes.strips) * sizes.strips + number % sizes.strips
+                write_sums(own_sums, heads, share, entries * c_k, sizes, d_table_k)
+                write_sums(
+                    advance(own_sums, entries * c_k * lanes), heads, share, entries * c_v, sizes, d_table_v
+                )
 
     return worker

@@ -5,16 +5,12 @@ alias, short inner loops, an ``exp`` that is a library call. So the kernels say 
 type ``Vector`` is ``PARTS`` registers' worth of lanes, each operation below is the LLVM instruction of the
 same name on all of them, and LLVM is left with what it is good at (registers, addresses, the machine's
 own vector width). Several registers side by side hide the latency of the multiply-adds and share each
-broadcast filter value.
-
-``gather``/``scatter`` read and write the parts one below the other, in ``PARTS`` rows of a map;
-``load``/``store`` treat the lanes as one run.
+filter value.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -104,7 +100,7 @@ def _bytes(t: Vector) -> int:
 
 @intrinsic
 def pointer(typingctx: Any, address: Any, dtype: Any) -> Any:
-    """An integer address as a pointer to numbers of that type."""
+    """An integer address as a pointer to numbers of that type, or of the type that another points to."""
     result = types.CPointer(dtype.dtype)
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
@@ -120,6 +116,20 @@ def advance(typingctx: Any, p: Any, n: Any) -> Any:
 
 
 @intrinsic
+def read_tuple(typingctx: Any, p: Any, i: Any, names: Any) -> Any:
+    """The integers from p[i] on as a named tuple."""
+    fields = len(names.instance_class._fields)
+    result = types.NamedUniTuple(types.int64, fields, names.instance_class)
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        first = builder.gep(args[0], [args[1]])
+        values = [builder.load(builder.gep(first, [INT32(field)])) for field in range(fields)]
+        return context.make_tuple(builder, result, values)
+
+    return result(p, types.intp, names), codegen
+
+
+@intrinsic
 def fetch_add(typingctx: Any, p: Any, i: Any, n: Any) -> Any:
     """The value of p[i], to which n is added atomically: how threads share out work."""
 
@@ -127,49 +137,6 @@ def fetch_add(typingctx: Any, p: Any, i: Any, n: Any) -> Any:
         return builder.atomic_rmw("add", builder.gep(args[0], [args[1]]), args[2], "monotonic")
 
     return types.int64(types.CPointer(types.int64), types.intp, types.int64), codegen
-
-
-def _opaque(builder: ir.IRBuilder, p: ir.Value) -> ir.Value:
-    """The same pointer, of which LLVM knows nothing.
-
-    Else it keeps one pointer for every row and every array, more than there are registers, and moves them
-    all forward in every iteration.
-    """
-    return builder.asm(ir.FunctionType(p.type, [p.type]), "", "=r,0", [p], side_effect=False)
-
-
-def _rows(builder: ir.IRBuilder, t: Vector, where: Sequence[ir.Value]) -> list[ir.Value]:
-    """The addresses of a vector's parts, one below the other."""
-    p, i, stride = where
-    first = _opaque(builder, builder.gep(p, [i]))
-    steps = [builder.mul(stride, ir.Constant(stride.type, row)) for row in range(PARTS)]
-    return [_address(builder, first, step, t, t.part) for step in steps]
-
-
-@intrinsic
-def gather(typingctx: Any, p: Any, i: Any, stride: Any) -> Any:
-    """The parts at p[i], p[i + stride], …"""
-    t = Vector(p.dtype)
-
-    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        places = _rows(builder, t, args)
-        return _concatenate(builder, [builder.load(place, align=_bytes(t)) for place in places])
-
-    return t(p, types.intp, types.intp), codegen
-
-
-@intrinsic
-def scatter(typingctx: Any, p: Any, i: Any, stride: Any, v: Any) -> Any:
-    """Writes the parts of v to p[i], p[i + stride], …"""
-    t = Vector(p.dtype)
-
-    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        *where, v = args
-        for place, part in zip(_rows(builder, t, where), _parts(builder, v, t), strict=True):
-            builder.store(part, place, align=_bytes(t))
-        return context.get_dummy_value()
-
-    return types.void(p, types.intp, types.intp, t), codegen
 
 
 @intrinsic
@@ -196,12 +163,13 @@ def store(typingctx: Any, p: Any, i: Any, v: Any) -> Any:
 
 
 @intrinsic
-def broadcast(typingctx: Any, p: Any, i: Any) -> Any:
-    """p[i] in all lanes."""
+def repeat(typingctx: Any, p: Any, i: Any) -> Any:
+    """The one part at p[i], ``PARTS`` times."""
     t = Vector(p.dtype)
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        return _splat(builder, builder.load(builder.gep(args[0], [args[1]])), t.lanes)
+        part = builder.load(_address(builder, args[0], args[1], t, t.part), align=_bytes(t))
+        return _concatenate(builder, [part] * PARTS)
 
     return t(p, types.intp), codegen
 
@@ -220,36 +188,93 @@ def zeros(typingctx: Any, p: Any) -> Any:
     return t(p), lambda context, builder, sig, args: _constant(t, 0.0)
 
 
-@intrinsic
-def transpose(typingctx: Any, p: Any, stride: Any, q: Any, to_stride: Any) -> Any:
-    """Writes a square at p, of one part's lanes in as many rows a stride apart, to q with its axes swapped.
+def _transpose(builder: ir.IRBuilder, t: Vector, source: list[ir.Value], target: list[ir.Value]) -> None:
+    """Writes a square, whose rows are at these addresses, to those with its axes swapped.
 
     Swaps the off-diagonal quarters of ever larger squares, all squares of a size at once.
     """
+    lanes = range(t.part)
+    rows = [builder.load(place, align=_bytes(t)) for place in source]
+    size = 1
+    while size < t.part:
+        upper = [lane + t.part - size if lane & size else lane for lane in lanes]
+        lower = [lane + t.part if lane & size else lane + size for lane in lanes]
+        for i in lanes:
+            if not i & size:
+                pair = rows[i], rows[i + size]
+                rows[i], rows[i + size] = (_shuffle(builder, *pair, mask) for mask in (upper, lower))
+        size *= 2
+    for place, row in zip(target, rows, strict=True):
+        builder.store(row, place, align=_bytes(t))
+
+
+def _scattered(builder: ir.IRBuilder, t: Vector, p: ir.Value, offsets: ir.Value) -> list[ir.Value]:
+    """The addresses p + offsets[i] of parts."""
+    indices = [builder.load(builder.gep(offsets, [INT32(i)])) for i in range(t.part)]
+    return [_address(builder, p, index, t, t.part) for index in indices]
+
+
+def _strided(builder: ir.IRBuilder, t: Vector, p: ir.Value, stride: ir.Value) -> list[ir.Value]:
+    """The addresses p + i·stride of parts."""
+    indices = [builder.mul(stride, ir.Constant(stride.type, i)) for i in range(t.part)]
+    return [_address(builder, p, index, t, t.part) for index in indices]
+
+
+@intrinsic
+def transpose_in(typingctx: Any, p: Any, offsets: Any, q: Any, stride: Any) -> Any:
+    """Writes a square, of one part at each p[offsets[i]], to q with its axes swapped, rows a stride apart."""
     t = Vector(p.dtype)
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        source, stride, target, to_stride = args
-
-        def place(start: ir.Value, step: ir.Value, i: int) -> ir.Value:
-            return _address(builder, start, builder.mul(step, ir.Constant(step.type, i)), t, t.part)
-
-        lanes = range(t.part)
-        rows = [builder.load(place(source, stride, i), align=_bytes(t)) for i in lanes]
-        size = 1
-        while size < t.part:
-            upper = [lane + t.part - size if lane & size else lane for lane in lanes]
-            lower = [lane + t.part if lane & size else lane + size for lane in lanes]
-            for i in lanes:
-                if not i & size:
-                    pair = rows[i], rows[i + size]
-                    rows[i], rows[i + size] = (_shuffle(builder, *pair, mask) for mask in (upper, lower))
-            size *= 2
-        for i, row in enumerate(rows):
-            builder.store(row, place(target, to_stride, i), align=_bytes(t))
+        _transpose(builder, t, _scattered(builder, t, *args[:2]), _strided(builder, t, *args[2:]))
         return context.get_dummy_value()
 
-    return types.void(p, types.intp, q, types.intp), codegen
+    return types.void(p, offsets, q, types.intp), codegen
+
+
+@intrinsic
+def transpose_out(typingctx: Any, p: Any, stride: Any, q: Any, offsets: Any) -> Any:
+    """The same backwards."""
+    t = Vector(p.dtype)
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        _transpose(builder, t, _strided(builder, t, *args[:2]), _scattered(builder, t, *args[2:]))
+        return context.get_dummy_value()
+
+    return types.void(p, types.intp, q, offsets), codegen
+
+
+@intrinsic(prefer_literal=True)
+def unzip(typingctx: Any, p: Any, q: Any, stride: Any, ways: Any) -> Any:
+    """Deals the numbers at p out to ``ways`` parts, a power of two, at q and a stride apart."""
+    t, n = Vector(p.dtype), ways.literal_value
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        source, target, stride, _ = args
+        run = builder.load(builder.bitcast(source, _llvm(t, n * t.part).as_pointer()), align=_bytes(t))
+        for i, place in enumerate(_strided(builder, t, target, stride)[:n]):
+            part = _shuffle(builder, run, _undefined(run.type), [i + n * lane for lane in range(t.part)])
+            builder.store(part, place, align=_bytes(t))
+        return context.get_dummy_value()
+
+    return types.void(p, q, types.intp, ways), codegen
+
+
+@intrinsic(prefer_literal=True)
+def rezip(typingctx: Any, p: Any, stride: Any, q: Any, ways: Any) -> Any:
+    """The same backwards."""
+    t, n = Vector(p.dtype), ways.literal_value
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        source, stride, target, _ = args
+        places = _strided(builder, t, source, stride)[:n]
+        run = _concatenate(builder, [builder.load(place, align=_bytes(t)) for place in places])
+        order = [i % n * t.part + i // n for i in range(n * t.part)]
+        place = builder.bitcast(target, _llvm(t, n * t.part).as_pointer())
+        builder.store(_shuffle(builder, run, _undefined(run.type), order), place, align=_bytes(t))
+        return context.get_dummy_value()
+
+    return types.void(p, types.intp, q, ways), codegen
 
 
 # ---- arithmetic ----
@@ -358,7 +383,24 @@ def log2(typingctx: Any, x: Any) -> Any:
     return x(x), codegen
 
 
-# ---- sums over lanes: kept as one part in memory, finished by the caller ----
+# ---- sums over parts ----
+
+
+@intrinsic
+def accumulate(typingctx: Any, p: Any, i: Any, v: Any) -> Any:
+    """Adds all parts of v to the one part at p[i]."""
+    t = Vector(p.dtype)
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        place = _address(builder, args[0], args[1], t, t.part)
+        total = builder.load(place, align=_bytes(t))
+        parts = _parts(builder, args[2], t)
+        while len(parts) > 1:
+            parts = [builder.fadd(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+        builder.store(builder.fadd(total, parts[0]), place, align=_bytes(t))
+        return context.get_dummy_value()
+
+    return types.void(p, types.intp, t), codegen
 
 
 @intrinsic
@@ -375,23 +417,6 @@ def accumulate_product(typingctx: Any, p: Any, i: Any, u: Any, v: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(p, types.intp, t, t), codegen
-
-
-@intrinsic
-def lane_sum(typingctx: Any, p: Any, i: Any) -> Any:
-    """The sum of the lanes of the one part at p[i]."""
-    t = Vector(p.dtype)
-
-    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        total = builder.load(_address(builder, args[0], args[1], t, t.part), align=_bytes(t))
-        lanes = t.part
-        while lanes > 1:
-            lanes //= 2
-            halves = [_shuffle(builder, total, total, list(range(s, s + lanes))) for s in (0, lanes)]
-            total = builder.fadd(*halves)
-        return builder.extract_element(total, INT32(0))
-
-    return p.dtype(p, types.intp), codegen
 
 
 @intrinsic

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,11 +23,11 @@ from torch.utils.flop_counter import register_flop_formula
 from selfconv.ops import _numba_kernels as kernels
 from selfconv.ops._call import Call
 from selfconv.ops._flops import affine_self_conv_flops
+from selfconv.ops._numba_tiles import COUNTERS, Map, Sizes
 from selfconv.ops._simd import PART_BYTES, PARTS
 from selfconv.ops._threads import num_threads, run_workers
 
-BAND_BYTES = 256 * 1024  # what α and ds of one head may take: part of a core's own cache
-STAGE_BYTES = 2 * 1024 * 1024  # what the tiles of several heads may take
+TASKS = 16  # as many as are worth sharing out: fewer are cut into strips of rows
 
 
 def run(call: Call) -> Tensor:
@@ -83,7 +84,8 @@ def numba_forward(
     """The aggregated values and the log2-sum-exp2 of the scores, [N, heads, P, h, w]."""
     q, k, v = _split(features, table_k, table_v)
     out, lse = _outputs(q, v, table_k, table_v)
-    _run(kernels.forward_worker, (q, k, v, out, lse), (), table_k, table_v, scale)
+    plan = _plan(q, table_k, table_v, walks=1)
+    _run(kernels.forward_worker, plan, (q, k, v, out, lse), (), table_k, table_v, scale)
     return out, lse
 
 
@@ -105,9 +107,12 @@ def numba_backward(
 ) -> tuple[list[Tensor], Tensor, Tensor]:
     """The gradients of the features, shaped as they were given, and of the two tables."""
     q, k, v = _split(features, table_k, table_v)
-    d_features, d_table_k, d_table_v = _gradients(features, table_k, table_v)
+    d_features = _gradients(features)
+    plan = _plan(q, table_k, table_v, walks=2)
+    # added up in one order, whatever threads there were: the same bits every time
+    d_table_k, d_table_v = (table.new_zeros(plan.shares, *table.shape) for table in (table_k, table_v))
     maps = (q, k, v, grad, lse, *_split(d_features, table_k, table_v))
-    _run(kernels.backward_worker, maps, (d_table_k, d_table_v), table_k, table_v, scale)
+    _run(kernels.backward_worker, plan, maps, (d_table_k, d_table_v), table_k, table_v, scale)
     return d_features, d_table_k.sum(0), d_table_v.sum(0)
 
 
@@ -115,29 +120,11 @@ def numba_backward(
 def _(
     grad: Tensor, features: Sequence[Tensor], table_k: Tensor, table_v: Tensor, lse: Tensor, scale: float
 ) -> tuple[list[Tensor], Tensor, Tensor]:
-    d_features, d_table_k, d_table_v = _gradients(features, table_k, table_v)
-    return d_features, d_table_k[0], d_table_v[0]
+    return _gradients(features), torch.empty_like(table_k), torch.empty_like(table_v)
 
 
-def _gradients(
-    features: Sequence[Tensor], table_k: Tensor, table_v: Tensor
-) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Unwritten gradients of the features; zero gradients of the tables for each image by itself.
-
-    Their sum over the images is taken in one order, whatever threads there were: the same bits every time.
-    """
-    n, _, _, h, w = features[0].shape
-    n = math.ceil(n / _images_together(n, h, w))
-    return (
-        [_features_like(f, f.shape[1], f.shape[2]) for f in features],
-        table_k.new_zeros(n, *table_k.shape),
-        table_v.new_zeros(n, *table_v.shape),
-    )
-
-
-def _images_together(n: int, h: int, w: int) -> int:
-    """Images whose gradients of the tables are added up in the kernel: of small ones, several."""
-    return max(1, min(256 // (h * w), n // 8))
+def _gradients(features: Sequence[Tensor]) -> list[Tensor]:
+    return [_features_like(f, f.shape[1], f.shape[2]) for f in features]
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -181,8 +168,70 @@ def _backward_flops(grad: Any, features: Any, table_k: Any, table_v: Any, *args:
     return 3 * _forward_flops(features, table_k, table_v)
 
 
+class Plan(NamedTuple):
+    """How the kernels cut calls of one shape into tasks, and where their memory is."""
+
+    sizes: Sizes
+    window: np.ndarray  # offsets in a tile of the window's cells, from its first corner
+    images: np.ndarray  # which image and which head of its block a lane has
+    heads: np.ndarray
+    shares: int  # in how many the gradients of the filters come
+    scratch: tuple[int, int]  # threads, and numbers for each
+
+
+def _plan(q: Tensor, table_k: Tensor, table_v: Tensor, walks: int) -> Plan:
+    n, _, planes, h, w = q.shape
+    heads, _, c_k, k, _, r1 = table_k.shape
+    return make_plan(
+        n, planes, h, w, heads, c_k, table_v.shape[2], k, r1 - 1, q.element_size(), walks, num_threads()
+    )
+
+
+@lru_cache(maxsize=256)
+def make_plan(
+    n: int, planes: int, h: int, w: int, heads: int, c_k: int, c_v: int, k: int, order: int, itemsize: int,
+    walks: int, threads: int,
+) -> Plan:  # fmt: skip
+    """
+    Tasks depend on shapes alone, and so do the bits of the result: threads only share them out.
+
+    Args:
+        walks: how many windows' reach a strip of rows needs of its neighbours: one forwards, two backwards.
+    """
+    lanes, border, taps = PART_BYTES // itemsize, k // 2, k * k
+    lane_heads = math.gcd(heads, lanes)
+    lane_images, head_blocks = lanes // lane_heads, heads // lane_heads
+    blocks = math.ceil(n / lane_images)
+    batch = max(1, min(256 // max(h * w, 1), blocks // 8))  # of small images, several blocks
+    batches = math.ceil(blocks / batch)
+    parts = math.ceil(TASKS / max(batches * head_blocks, 1))
+    strip = min(h, max(math.ceil(h / parts), 4 * border * (walks - 1) + 4))
+    strips = math.ceil(h / max(strip, 1))
+
+    halo = walks * border
+    columns = math.ceil(w / PARTS) * PARTS
+    stride = (columns + border) * lanes  # the border left of a row is that right of the row before
+    plane = (strip + 2 * halo) * stride + (border + 1) * lanes
+    tiles = (planes * (2 * c_k + c_v + 1) + 2 * order * (c_k + c_v)) * plane
+    filters = planes * taps * (order + 1) * (c_k + c_v) * lanes
+    size = tiles + 3 * filters + (4 + c_k) * taps * PARTS * lanes
+    size = math.ceil(size / (2 * lanes)) * 2 * lanes  # whole cache lines, each thread its own
+
+    tasks = batches * head_blocks * strips
+    chunk = head_blocks * strips if batches >= 2 * threads else 1  # whole images stay on one core
+    sizes = Sizes(
+        tasks, chunk, size, n, planes, h, w, c_k, c_v, taps, border, lane_images, lane_heads, head_blocks,
+        batch, strip, strips, halo, stride, plane, columns,
+    )  # fmt: skip
+    window = (np.arange(k)[:, None] * stride + np.arange(k) * lanes).ravel()
+    return Plan(
+        sizes, window, *np.divmod(np.arange(lanes), lane_heads), batches * strips, (min(threads, tasks), size)
+    )
+
+
 def _run(
     make_worker: Any,
+    plan: Plan,
     maps: tuple[Tensor, ...],
     outputs: tuple[Tensor, ...],
     table_k: Tensor,
@@ -190,47 +239,28 @@ def _run(
     scale: float,
 ) -> None:
     """Lays the argument block out as the kernels read it, and runs them."""
-    q = maps[0]
-    n, _, planes, h, w = q.shape
+    q, sizes = maps[0], plan.sizes
     if q.numel() == 0:
         return
-    heads, _, c_k, k, _, r1 = table_k.shape
-    c_v = table_v.shape[2]
-    lanes = PART_BYTES // q.element_size()
-    parts = math.ceil(w / lanes)
-    rows = math.ceil(h / PARTS) * PARTS
-    row_bytes = 2 * k * k * (parts + 1) * PART_BYTES
-    band = min(rows, max(1, BAND_BYTES // row_bytes // PARTS) * PARTS)
-    tile = kernels.make_tile(k // 2, rows, parts, lanes, band)
-    tiles = (planes * (2 * c_k + c_v + 1) + 2 * (r1 - 1) * (c_k + c_v)) * tile.plane  # of one head
-    batch = _images_together(n, h, w)
-    batches = math.ceil(n / batch)
-    staged = math.gcd(heads, max(1, lanes // min(c_k, c_v)))  # heads whose channels fill a vector part
-    if staged * tiles * q.element_size() > STAGE_BYTES or batches * heads < 2 * staged * num_threads():
-        staged = 1
-    sums = planes * k * k * (c_k + c_v) * r1 * lanes
-    bands = k * k * (2 * tile.band_plane + (2 + c_k) * PARTS * lanes)
-    size = staged * (tiles + sums) + bands + PARTS * lanes  # whole cache lines, each thread its own
-    size = math.ceil(size / (2 * lanes)) * 2 * lanes
-
-    stages = heads // staged
-    tasks = batches * stages
-    threads = min(num_threads(), tasks)
-    chunk = stages if batches >= 2 * threads else 1  # whole images keep their cache lines on one core
-    scratch = q.new_empty(threads, size)
-    scales = np.array([scale])
-    window = (np.arange(k)[:, None] * tile.stride + np.arange(k)).ravel()  # offsets from its first corner
-    strided = [number for x in maps for number in (x.data_ptr(), *x.stride())]
-    block = np.array(
-        [
-            0, 0, tasks, chunk, heads, planes, h, w, c_k, c_v, scales.ctypes.data, scratch.data_ptr(), size,
-            table_k.data_ptr(), table_v.data_ptr(), rows, parts, band, k, window.ctypes.data, n, batch,
-            staged,
-            *strided,
-            *(x.data_ptr() for x in outputs),
-        ],
-        np.int64,
-    )  # fmt: skip
+    threads = plan.scratch[0]
+    scratch, scales = q.new_empty(plan.scratch), np.array([scale])
+    heads, _, c_k, _, _, r1 = table_k.shape
+    strides = np.array([x.stride() for x in maps])  # [maps, 5]
+    channels = np.array([x.shape[1] // heads for x in maps])
+    head_strides = channels * strides[:, 1]
+    lanes = np.outer(strides[:, 0], plan.images) + np.outer(head_strides, plan.heads)  # where they begin
+    described = np.empty((len(maps), len(Map._fields)), np.int64)
+    described[:, 0] = [x.data_ptr() for x in maps]
+    described[:, 1:5] = strides[:, 1:]
+    described[:, 5] = channels
+    described[:, 6] = strides[:, 0] * sizes.lane_images
+    described[:, 7] = head_strides * sizes.lane_heads
+    described[:, 8] = lanes.ctypes.data + lanes.strides[0] * np.arange(len(maps))
+    counters = [0] * COUNTERS
+    shared = scratch.data_ptr(), scales.ctypes.data, plan.window.ctypes.data
+    tables = table_k.data_ptr(), table_v.data_ptr()
+    addresses = [x.data_ptr() for x in outputs]
+    block = np.array([*counters, *shared, *tables, *sizes, *described.ravel(), *addresses], np.int64)
     dtype = "float32" if q.dtype == torch.float32 else "float64"
-    together = 2 if r1 == 2 and c_k % 2 == c_v % 2 == 0 else 1
+    together = 2 if r1 == 2 and c_k % 2 == sizes.c_v % 2 == 0 else 1
     run_workers(make_worker(dtype, r1 - 1, together).address, block.ctypes.data, threads)

@@ -1,0 +1,182 @@
+"""The memory of the CPU kernels: tiles, and what goes between them and the caller's tensors.
+
+A tile holds one channel and plane of a block of heads and images: ``[rows, columns, lanes]``, a lane for
+each head of each image. It has a border of zeros, so that no window needs a branch: ``halo`` rows above and
+below, half a window's columns left of each row, which serve the row before as its right border too.
+"""
+
+# No `from __future__ import annotations`: Numba reads these functions, and they are not annotated.
+from collections import namedtuple
+
+import numpy as np
+from numba import njit
+
+from selfconv.ops._simd import (
+    advance,
+    lanes_of,
+    pointer,
+    read_tuple,
+    rezip,
+    transpose_in,
+    transpose_out,
+    unzip,
+)
+
+# The argument block: two counters that threads share, addresses, sizes, maps, and addresses of outputs.
+COUNTERS = 2
+Addresses = namedtuple("Addresses", "scratch scale window table_k table_v")
+Sizes = namedtuple(
+    "Sizes",
+    "tasks chunk scratch images planes height width c_k c_v taps border lane_images lane_heads head_blocks "
+    "batch strip strips halo stride plane columns",
+)
+# Features [N, C, P, h, w] of the caller: address and strides; then the channels of a head, how far apart
+# blocks of images and of heads are, and the address of a table that says where each lane's head begins.
+Map = namedtuple("Map", "data c p i j channels block_n block_h lanes")
+SIZES = COUNTERS + len(Addresses._fields)
+MAPS = SIZES + len(Sizes._fields)
+MAP = len(Map._fields)
+
+# A task: blocks of images from first to last, a block of heads, rows from start to stop. The windows of
+# its rows reach from above to below; so do the rows whose windows reach its own, and their windows reach
+# from top to bottom.
+Task = namedtuple("Task", "first last heads start stop above below top bottom")
+
+options = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+
+
+@njit(**options)
+def read_arguments(args):
+    return read_tuple(args, COUNTERS, Addresses), read_tuple(args, SIZES, Sizes)
+
+
+@njit(**options)
+def read_map(args, i):
+    return read_tuple(args, MAPS + i * MAP, Map)
+
+
+@njit(**options)
+def read_task(task, sizes):
+    rest, strip = divmod(task, sizes.strips)
+    batch, heads = divmod(rest, sizes.head_blocks)
+    blocks = (sizes.images + sizes.lane_images - 1) // sizes.lane_images
+    first, last = batch * sizes.batch, min((batch + 1) * sizes.batch, blocks)
+    start, stop = strip * sizes.strip, min((strip + 1) * sizes.strip, sizes.height)
+    above, below = max(start - sizes.border, 0), min(stop + sizes.border, sizes.height)
+    top, bottom = max(above - sizes.border, 0), min(below + sizes.border, sizes.height)
+    return Task(first, last, heads, start, stop, above, below, top, bottom)
+
+
+@njit(**options)
+def clear(p, n):
+    for i in range(n):
+        p[i] = 0
+
+
+@njit(**options)
+def copy(inward, features, block, task, first, stop, planes, c_step, p_step, sizes, tiles):
+    """Rows from first to stop of a block of images into tiles, or back.
+
+    Args:
+        c_step, p_step: numbers from one channel's tile to the next, and from one plane's.
+    """
+    lanes = lanes_of(tiles)
+    present = min(sizes.images - block * sizes.lane_images, sizes.lane_images) * sizes.lane_heads
+    outside = advance(pointer(features.data, tiles), block * features.block_n + task.heads * features.block_h)
+    inside = advance(tiles, (sizes.halo - task.start) * sizes.stride + sizes.border * lanes)
+    for p in range(planes):
+        for i in range(first, stop):
+            copy_row(
+                inward, features, advance(outside, p * features.p + i * features.i), present, sizes.width,
+                c_step, advance(inside, p * p_step + i * sizes.stride),
+            )  # fmt: skip
+
+
+@njit(**options)
+def copy_row(inward, features, outside, present, width, c_step, inside):
+    """One row, of all channels.
+
+    Where the numbers of a lane lie side by side, squares of a register each way are transposed; where lanes
+    do, a few channels of each are dealt out to their tiles.
+
+    Args:
+        present: lanes that have an image; the others become zero.
+    """
+    lanes, channels, offsets = lanes_of(inside), features.channels, pointer(features.lanes, np.int64)
+    if present == lanes and features.j == 1 and width >= lanes:
+        for c in range(channels):
+            for part in range(0, width, lanes):
+                j = min(part, width - lanes)
+                there, here = advance(outside, c * features.c + j), advance(inside, c * c_step + j * lanes)
+                if inward:
+                    transpose_in(there, offsets, here, lanes)
+                else:
+                    transpose_out(here, lanes, there, offsets)
+    elif present == lanes and features.c == 1 and channels >= lanes:
+        for j in range(width):
+            for part in range(0, channels, lanes):
+                c = min(part, channels - lanes)
+                there, here = advance(outside, c + j * features.j), advance(inside, c * c_step + j * lanes)
+                if inward:
+                    transpose_in(there, offsets, here, c_step)
+                else:
+                    transpose_out(here, c_step, there, offsets)
+    elif present == lanes and features.c == 1 and can_deal(offsets, channels, lanes):
+        for j in range(width):
+            deal(inward, advance(outside, j * features.j), channels, c_step, advance(inside, j * lanes))
+    else:
+        for c in range(channels):
+            for j in range(width):
+                there = advance(outside, c * features.c + j * features.j)
+                here = advance(inside, c * c_step + j * lanes)
+                if inward:
+                    for lane in range(lanes):
+                        here[lane] = there[offsets[lane]] if lane < present else 0
+                else:
+                    for lane in range(present):
+                        there[offsets[lane]] = here[lane]
+
+
+@njit(**options)
+def can_deal(offsets, channels, lanes):
+    side_by_side = offsets[lanes - 1] == (lanes - 1) * channels  # heads of one image
+    return side_by_side and (channels == 1 or channels == 2 or channels == 4)
+
+
+@njit(**options)
+def deal(inward, outside, channels, c_step, inside):
+    if inward:
+        if channels == 1:
+            unzip(outside, inside, c_step, 1)
+        elif channels == 2:
+            unzip(outside, inside, c_step, 2)
+        else:
+            unzip(outside, inside, c_step, 4)
+    elif channels == 1:
+        rezip(inside, c_step, outside, 1)
+    elif channels == 2:
+        rezip(inside, c_step, outside, 2)
+    else:
+        rezip(inside, c_step, outside, 4)
+
+
+@njit(**options)
+def read_table(address, heads, entries, sizes, filters):
+    """A table [heads, entries] of the caller's, for a block of heads, as [entries, lanes]."""
+    lanes = lanes_of(filters)
+    for lane in range(lanes):
+        head = heads * sizes.lane_heads + lane % sizes.lane_heads
+        row = advance(pointer(address, filters), head * entries)
+        for entry in range(entries):
+            filters[entry * lanes + lane] = row[entry]
+
+
+@njit(**options)
+def write_sums(sums, heads, share, entries, sizes, address):
+    """[entries, lanes], added up over lanes of the same head, to [shares, heads, entries] of the caller's."""
+    lanes = lanes_of(sums)
+    for lane in range(lanes):
+        head = (share * sizes.head_blocks + heads) * sizes.lane_heads + lane % sizes.lane_heads
+        row = advance(pointer(address, sums), head * entries)
+        for entry in range(entries):
+            row[entry] += sums[entry * lanes + lane]

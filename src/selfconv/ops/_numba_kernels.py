@@ -25,9 +25,9 @@ where f is the key and e = ds[t] · query_c, and again where f is the value and 
 Filters arrive as tables ``[heads, P, C/heads, k, k, R + 1]``: for each channel and offset first ψ for every
 R, then β. Nothing of size k²·C·h·w exists: scores, α, dα and A^K are those of PARTS positions.
 
-Compiled for a dtype; for R = ``len(planes)``, so that loops over R unroll; for ``len(block)`` channels that
-share a pass over the window, and ``len(pair)`` planes P that share a pass backwards, one or two of either.
-All else, the window's size and all strides included, is read at run time: one compilation serves all shapes.
+Compiled for a dtype; for R = ``len(planes)``, so that loops over R unroll; and for ``len(pair)`` planes P, one
+or two, that share a pass backwards. All else, the window's size and all strides included, is read at run
+time: one compilation serves all shapes.
 """
 
 # No `from __future__ import annotations`: Numba reads these functions, and they are not annotated.
@@ -94,35 +94,27 @@ def affine_map(planes, side, at, plane, entry):
 
 
 @njit(forceinline=True, **options)
-def add_products(planes, block, window, first, second, side, c, corner, sizes, so_far, out, affines):
-    """out[t] = so_far[t] + first · A_c[t] + second · A_{c+1}[t], without what is None or not in the block."""
+def add_products(planes, window, factor, side, c, corner, sizes, so_far, out, affines):
+    """out[t] = so_far[t] + factor · A_c[t]; A_c goes to ``affines``. What is None is left out."""
     R, taps, plane = len(planes), sizes.taps, sizes.plane
     step = PARTS * lanes_of(out)
     for t in range(taps):
-        at, entry = corner + window[t] + c * R * plane, c * taps + t
-        affine = affine_map(planes, side, at, plane, entry)
+        entry = c * taps + t
+        affine = affine_map(planes, side, corner + window[t] + c * R * plane, plane, entry)
         if affines is not None:
             store(affines, entry * step, affine)
-        total = first * affine if so_far is None else fma(first, affine, load(so_far, t * step))
-        if len(block) == 2:
-            affine = affine_map(planes, side, at + R * plane, plane, entry + taps)
-            if affines is not None:
-                store(affines, (entry + taps) * step, affine)
-            total = fma(second, affine, total)
-        store(out, t * step, total)
+        store(
+            out, t * step, factor * affine if so_far is None else fma(factor, affine, load(so_far, t * step))
+        )
 
 
 @njit(**options)
-def products(planes, block, window, a, unit, x, side, corner, sizes, out, affines):
+def products(planes, window, a, unit, x, side, corner, sizes, out, affines):
     """out[t] = Σ_c unit · a_c(x) · A_c[t]; A itself goes to ``affines``, if not None."""
-    B, plane = len(block), sizes.plane
-    for c in range(0, side.channels, B):
-        first = load(a, x + c * plane) * unit
-        second = load(a, x + (c + B - 1) * plane) * unit
-        if c == 0:
-            add_products(planes, block, window, first, second, side, c, corner, sizes, None, out, affines)
-        else:
-            add_products(planes, block, window, first, second, side, c, corner, sizes, out, out, affines)
+    add_products(planes, window, load(a, x) * unit, side, 0, corner, sizes, None, out, affines)
+    for c in range(1, side.channels):
+        factor = load(a, x + c * sizes.plane) * unit
+        add_products(planes, window, factor, side, c, corner, sizes, out, out, affines)
 
 
 @njit(**options)
@@ -135,7 +127,7 @@ def exponentiate(scores, log, taps):
 
 
 @njit(**options)
-def attend(planes, block, window, unit, q, keys, values, row, sizes, out, logs, alpha):
+def attend(planes, window, unit, q, keys, values, row, sizes, out, logs, alpha):
     """Output and log2-sum-exp2 along a row of one plane.
 
     Args:
@@ -143,12 +135,12 @@ def attend(planes, block, window, unit, q, keys, values, row, sizes, out, logs, 
         row: where its first window begins.
         alpha: room for α of one vector of positions.
     """
-    R, B, taps, plane = len(planes), len(block), sizes.taps, sizes.plane
+    R, taps, plane = len(planes), sizes.taps, sizes.plane
     lanes = lanes_of(q)
     step = PARTS * lanes
     for corner in range(row, row + sizes.columns * lanes, step):
         x = corner + sizes.border * (sizes.stride + lanes)
-        products(planes, block, window, q, unit, x, keys, corner, sizes, alpha, None)
+        products(planes, window, q, unit, x, keys, corner, sizes, alpha, None)
         largest = load(alpha, 0)
         for t in range(1, taps):
             largest = maximum(largest, load(alpha, t * step))
@@ -157,24 +149,16 @@ def attend(planes, block, window, unit, q, keys, values, row, sizes, out, logs, 
         for t in range(taps):
             total = total + load(alpha, t * step)
         store(logs, x, largest + log2(total))
-        for c in range(0, values.channels, B):
-            first = second = zeros(q)
+        for c in range(values.channels):
+            aggregate = zeros(q)
             for t in range(taps):
-                weight = load(alpha, t * step)
-                at, entry = corner + window[t] + c * R * plane, c * taps + t
-                first = fma(weight, affine_map(planes, values, at, plane, entry), first)
-                if B == 2:
-                    affine = affine_map(planes, values, at + R * plane, plane, entry + taps)
-                    second = fma(weight, affine, second)
-            store(out, x + c * plane, first / total)
-            if B == 2:
-                store(out, x + (c + 1) * plane, second / total)
+                affine = affine_map(planes, values, corner + window[t] + c * R * plane, plane, c * taps + t)
+                aggregate = fma(load(alpha, t * step), affine, aggregate)
+            store(out, x + c * plane, aggregate / total)
 
 
 @njit(**options)
-def weigh(
-    planes, block, window, unit, scale, q, g, logs, keys, values, corner, x, sizes, alpha, ds, dq, affines
-):
+def weigh(planes, window, unit, scale, q, g, logs, keys, values, corner, x, sizes, alpha, ds, dq, affines):
     """What the centres of one plane get of the gradient: α, ds and dquery.
 
     Args:
@@ -182,8 +166,8 @@ def weigh(
     """
     taps, plane = sizes.taps, sizes.plane
     step = PARTS * lanes_of(q)
-    products(planes, block, window, q, unit, x, keys, corner, sizes, alpha, affines)
-    products(planes, block, window, g, scale, x, values, corner, sizes, ds, None)  # dα, at first
+    products(planes, window, q, unit, x, keys, corner, sizes, alpha, affines)
+    products(planes, window, g, scale, x, values, corner, sizes, ds, None)  # dα, at first
     exponentiate(alpha, load(logs, x), taps)  # scores of the same bits as logs were made from
     mean = zeros(q)  # Σ_t α[t] dα[t]
     weights = zeros(q)  # Σ_t α[t]: one, but for the rounding of logs
@@ -237,7 +221,7 @@ def pull_back(planes, pair, window, weights, a, x, side, corner, sizes, gradient
 
 @njit(**options)
 def walk(
-    planes, block, pair, window, unit, scale, q, g, logs, keys, values, row, sizes,
+    planes, pair, window, unit, scale, q, g, logs, keys, values, row, sizes,
     dq, d_keys, d_values, sums_k, sums_v, alpha, ds, affines,
 ):  # fmt: skip
     """All gradients along a row of one plane or two.
@@ -253,7 +237,7 @@ def walk(
         for d in range(len(pair)):
             k, v = d * keys.channels * plane, d * values.channels * plane
             weigh(
-                planes, block, window, unit, scale, advance(q, k), advance(g, v), advance(logs, d * plane),
+                planes, window, unit, scale, advance(q, k), advance(g, v), advance(logs, d * plane),
                 of_plane(planes, keys, d, sizes), of_plane(planes, values, d, sizes), corner, x, sizes,
                 advance(alpha, d * room), advance(ds, d * room), advance(dq, k), affines,
             )  # fmt: skip
@@ -265,15 +249,12 @@ _signature = types.void(types.CPointer(types.int64))
 
 
 @cache
-def forward_worker(name, order, together):
+def forward_worker(name, order):
     """The forward pass as a native function of an argument block, for one dtype and R = order.
 
     The kernel is a closure, not a function that takes these as arguments: Numba would compile that twice.
-
-    Args:
-        together: channels that share a pass over the window, 1 or 2.
     """
-    dtype, planes, block = np.dtype(name).type, (EDITION,) * order, (EDITION,) * together
+    dtype, planes = np.dtype(name).type, (EDITION,) * order
 
     @native(_signature)
     def worker(args):
@@ -321,7 +302,7 @@ def forward_worker(name, order, together):
                         row = (i - start + sizes.halo - sizes.border) * sizes.stride
                         for p in range(P):
                             attend(
-                                planes, block, window, unit, advance(q, p * c_k * plane),
+                                planes, window, unit, advance(q, p * c_k * plane),
                                 of_plane(planes, keys, p, sizes), of_plane(planes, values, p, sizes), row,
                                 sizes, advance(o, p * c_v * plane), advance(logs, p * plane), alpha,
                             )  # fmt: skip
@@ -332,9 +313,9 @@ def forward_worker(name, order, together):
 
 
 @cache
-def backward_worker(name, order, together):
+def backward_worker(name, order):
     """The backward pass, likewise."""
-    dtype, planes, block = np.dtype(name).type, (EDITION,) * order, (EDITION,) * together
+    dtype, planes = np.dtype(name).type, (EDITION,) * order
     pair = (EDITION,) * (1 if order % 2 else 2)
 
     @native(_signature)
@@ -401,7 +382,7 @@ def backward_worker(name, order, together):
                         for p in range(0, P, len(pair)):
                             first = p * sizes.taps * (R + 1) * lanes
                             walk(
-                                planes, block, pair, window, unit, scale, advance(q, p * c_k * plane),
+                                planes, pair, window, unit, scale, advance(q, p * c_k * plane),
                                 advance(g, p * c_v * plane), advance(logs, p * plane),
                                 of_plane(planes, keys, p, sizes), of_plane(planes, values, p, sizes), row,
                                 sizes, advance(dq, p * c_k * plane), d_k, d_v, advance(sums, first * c_k),

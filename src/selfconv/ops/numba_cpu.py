@@ -244,7 +244,7 @@ def _run(
         return
     threads = plan.scratch[0]
     scratch, scales = q.new_empty(plan.scratch), np.array([scale])
-    heads, _, c_k, _, _, r1 = table_k.shape
+    heads, *_, r1 = table_k.shape
     strides = np.array([x.stride() for x in maps])  # [maps, 5]
     channels = np.array([x.shape[1] // heads for x in maps])
     head_strides = channels * strides[:, 1]
@@ -262,5 +262,4 @@ def _run(
     addresses = [x.data_ptr() for x in outputs]
     block = np.array([*counters, *shared, *tables, *sizes, *described.ravel(), *addresses], np.int64)
     dtype = "float32" if q.dtype == torch.float32 else "float64"
-    together = 2 if r1 == 2 and c_k % 2 == sizes.c_v % 2 == 0 else 1
-    run_workers(make_worker(dtype, r1 - 1, together).address, block.ctypes.data, threads)
+    run_workers(make_worker(dtype, r1 - 1).address, block.ctypes.data, threads)

@@ -25,9 +25,9 @@ where f is the key and e = ds[t] · query_c, and again where f is the value and 
 Filters arrive as tables ``[heads, P, C/heads, k, k, R + 1]``: for each channel and offset first ψ for every
 R, then β. Nothing of size k²·C·h·w exists: scores, α, dα and A^K are those of PARTS positions.
 
-Compiled for a dtype; for R = ``len(planes)``, so that loops over R unroll; and for ``len(pair)`` planes P, one
-or two, that share a pass backwards. All else, the window's size and all strides included, is read at run
-time: one compilation serves all shapes.
+Compiled for a dtype; for R = ``len(planes)``, so that loops over R unroll; and for ``len(pair)`` planes P,
+one or two, that share a pass backwards. All else, the window's size and all strides included, is read at
+run time: one compilation serves all shapes.
 """
 
 # No `from __future__ import annotations`: Numba reads these functions, and they are not annotated.

@@ -25,7 +25,7 @@ demo: install
 	$(BIN)/selfconv demo
 
 test: lint typecheck browser
-	$(BIN)/python -m pytest -n 3 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # every property test on many more cases, new ones each time; says how many random calls there were (2,000 and more)
 test-long: install

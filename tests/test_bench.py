@@ -80,19 +80,21 @@ def test_kernels_are_checked_first() -> None:
         assert _ops.check(kind, CPU) < _ops.TOLERANCE
 
 
-def test_a_kernel_that_disagrees_gets_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = _ops.affine_self_conv_packed
+@pytest.mark.parametrize("factor", [1.01, float("nan")])
+def test_a_kernel_that_disagrees_gets_no_figure(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, check = _ops.affine_self_conv_packed, _ops.check
 
     def wrong(*args: object, backend: str | None = None, **options: object) -> Tensor:
         out = original(*args, backend=backend, **options)  # type: ignore[arg-type]
-        return out if backend else out * 1.01
+        return out if backend else out * factor
 
     monkeypatch.setattr(_ops, "affine_self_conv_packed", wrong)
+    monkeypatch.setattr(_ops, "check", lambda kind, device: check(kind, device) if kind == "asc" else 0.0)
     monkeypatch.setattr(_ops, "compiled", lambda layer: layer)
     rows = {r.contender: r for r in _ops.measure_ops((1,), ((16, 4),), 0.0, CPU) if r.direction == "forward"}
     assert rows["ASC"].milliseconds is None
     assert rows["ASC"].note.startswith("disagrees with the reference by ")
-    assert rows["3x3 convolution"].milliseconds is not None
+    assert rows["SASA"].milliseconds is not None
 
 
 def test_unfolding_that_would_not_fit_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,18 +109,22 @@ def test_unfolding_that_would_not_fit_is_not_run(monkeypatch: pytest.MonkeyPatch
 def test_a_run_from_options_to_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_ops, "compiled", lambda layer: layer)
     monkeypatch.setattr(_ops, "check", lambda kind, device: 0.0)
-    monkeypatch.setattr(bench, "STAGES", ((16, 8), (32, 4)))
+    monkeypatch.setattr(bench, "STAGES", ((16, 4),))
+    monkeypatch.setattr(bench, "LARGE", ())
+    monkeypatch.setattr(bench, "keep_memory", lambda: True)
+    models = ("resnet29", "resnet29_asc")
     options = BenchOptions(
-        ("ops", "models"), batch=(1,), model_batch=2, seconds=0.01, quick=True, out=tmp_path / "b"
+        ("ops", "models"), batch=(1,), model_batch=2, models=models, seconds=0.01, out=tmp_path / "b"
     )
     threads = torch.get_num_threads()
     results = run_bench(options)
     assert torch.get_num_threads() == threads
-    assert len(results.ops) == 2 * 2 * 9
-    assert {r.model for r in results.models} == {"resnet29", "resnet29_asc"}
+    assert [r.section for r in results.ops] == ["op"] * 2 * 9 + ["op, freed memory kept"] * 2 * 9
+    assert {r.model for r in results.models} == set(models)
     assert all(r.ratio == 1 for r in results.models if r.model == "resnet29")
     assert read_results(tmp_path / "b" / "bench.json") == results
     page = (tmp_path / "b" / "performance.md").read_text()
+    assert "## Operation, batch 1, forward+backward, freed memory kept: ms" in page
     assert page == markdown(results, ["operation.svg", "networks.svg"])
     for name in ("operation", "networks"):
         assert (tmp_path / "b" / "figures" / f"{name}.svg").stat().st_size > 1000
@@ -126,7 +132,7 @@ def test_a_run_from_options_to_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_tables_show_ratios_to_the_convolution() -> None:
-    header, lines = op_table(RESULTS, 64, "forward")
+    header, lines = op_table(RESULTS, "op", 64, "forward")
     assert header == ["", "16 on 32²"]
     assert lines == [["ASC", "3.00 (1.5x)"], ["ASC, unfold", "-"], ["3x3 convolution", "2.00 (1.0x)"]]
     page = markdown(RESULTS, [])

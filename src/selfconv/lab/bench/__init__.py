@@ -2,6 +2,11 @@
 
 Nothing is timed before it agrees with the reference. Times are the least of many turns in one interleaved
 run, so that ratios hold on a noisy machine; memory is what torch's allocator held at its height.
+
+The operation is timed in a process as Python starts it, where glibc returns large blocks to the system when
+they are freed, and whoever takes hundreds of megabytes pays for every page of them anew. Attention that
+unfolds loses most of its time so. The stages of the network are therefore timed once more with freed memory
+kept, which is how ``selfconv train`` runs, and how networks are timed.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ import torch
 from selfconv.lab._memory import keep_memory
 from selfconv.lab.bench._measure import matmul_rate
 from selfconv.lab.bench._models import ModelRow, measure_models
-from selfconv.lab.bench._ops import LARGE, STAGES, Row, measure_growth, measure_ops
+from selfconv.lab.bench._ops import KEPT, LARGE, STAGES, Row, measure_growth, measure_ops
 from selfconv.lab.bench._report import Results, machine, print_tables, read_results, write_results
 from selfconv.lab.bench_options import PAIRS, BenchOptions
 from selfconv.lab.errors import require
@@ -29,7 +34,6 @@ def run_bench(options: BenchOptions) -> Results:
     _check(options)
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)  # before an hour's work, not after
-    keep_memory()  # for every contender alike
     device = torch.device(options.device)
     before = torch.get_num_threads()
     if options.threads is not None:
@@ -58,6 +62,9 @@ def _rows(options: BenchOptions, device: torch.device) -> Iterator[Row | ModelRo
         yield from measure_ops(options.batch, shapes, seconds, device)
     if "growth" in options.sections and not options.quick:
         yield from measure_growth(seconds, device)
+    kept = keep_memory()  # from here on, as the trainer does
+    if "ops" in options.sections and kept and device.type == "cpu" and not options.quick:
+        yield from measure_ops((max(options.batch),), STAGES, seconds, device, KEPT)
     if "models" in options.sections:
         names = ("resnet29", "resnet29_asc") if options.quick else options.models
         yield from measure_models(names, options.model_batch, 10 * seconds, device)

@@ -14,7 +14,7 @@ import torch
 
 from selfconv._version import __version__
 from selfconv.lab.bench._models import ModelRow
-from selfconv.lab.bench._ops import Row
+from selfconv.lab.bench._ops import KEPT, OPERATION, Row
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -71,9 +71,10 @@ def read_results(path: Path) -> Results:
 # ---- tables ----
 
 
-def op_table(results: Results, batch: int, direction: str) -> tuple[list[str], list[list[str]]]:
+def op_table(results: Results, section: str, batch: int, direction: str) -> tuple[list[str], list[list[str]]]:
     """A contender a line, a shape a column: milliseconds, and how many times the 3×3 convolution's."""
-    rows = [r for r in results.ops if r.section == "op" and (r.batch, r.direction) == (batch, direction)]
+    wanted = (section, batch, direction)
+    rows = [r for r in results.ops if (r.section, r.batch, r.direction) == wanted]
     shapes = list(dict.fromkeys((r.channels, r.size) for r in rows))
     cells = {(r.contender, r.channels, r.size): r for r in rows}
     header = ["", *(f"{c} on {n}²" for c, n in shapes)]
@@ -93,9 +94,8 @@ def op_table(results: Results, batch: int, direction: str) -> tuple[list[str], l
 
 def detail_table(results: Results, batch: int) -> tuple[list[str], list[list[str]]]:
     """Peak memory and GFLOP/s of forward and backward."""
-    rows = [
-        r for r in results.ops if r.section == "op" and (r.batch, r.direction) == (batch, "forward+backward")
-    ]
+    wanted = (OPERATION, batch, "forward+backward")
+    rows = [r for r in results.ops if (r.section, r.batch, r.direction) == wanted]
     shapes = list(dict.fromkeys((r.channels, r.size) for r in rows))
     cells = {(r.contender, r.channels, r.size): r for r in rows}
     lines = []
@@ -124,6 +124,10 @@ def growth_table(results: Results, section: str) -> tuple[list[str], list[list[s
     return ["", *(f"C={c}, {n}², k={k}" for c, n, k in points)], lines
 
 
+def growth_sections(results: Results) -> list[str]:
+    return list(dict.fromkeys(r.section for r in results.ops if r.section.startswith("growth")))
+
+
 def model_table(results: Results, direction: str) -> tuple[list[str], list[list[str]]]:
     header = ["model", "ms", "images/s", "peak MB", "memory format", "times its convolution"]
     lines = [
@@ -140,13 +144,15 @@ def model_table(results: Results, direction: str) -> tuple[list[str], list[list[
 def sections(results: Results) -> list[tuple[str, tuple[list[str], list[list[str]]]]]:
     """Every table with its title."""
     found = []
-    for batch in dict.fromkeys(r.batch for r in results.ops if r.section == "op"):
-        for direction in ("forward", "forward+backward"):
-            title = f"Operation, batch {batch}, {direction}: ms (times the 3x3 convolution)"
-            found.append((title, op_table(results, batch, direction)))
-        title = f"Operation, batch {batch}, forward+backward: peak memory, GFLOP/s"
-        found.append((title, detail_table(results, batch)))
-    for section in dict.fromkeys(r.section for r in results.ops if r.section != "op"):
+    for section, how in ((OPERATION, ""), (KEPT, ", freed memory kept")):
+        for batch in dict.fromkeys(r.batch for r in results.ops if r.section == section):
+            for direction in ("forward", "forward+backward"):
+                title = f"Operation, batch {batch}, {direction}{how}: ms (times the 3x3 convolution)"
+                found.append((title, op_table(results, section, batch, direction)))
+            if section == OPERATION:
+                title = f"Operation, batch {batch}, forward+backward: peak memory, GFLOP/s"
+                found.append((title, detail_table(results, batch)))
+    for section in growth_sections(results):
         found.append((f"{section.capitalize()}, forward+backward", growth_table(results, section)))
     for direction in dict.fromkeys(r.direction for r in results.models):
         batch = results.models[0].batch
@@ -192,6 +198,11 @@ def markdown(results: Results, figures: Sequence[str]) -> str:
         "Made by `selfconv bench --out DIR`; not edited by hand. Times are the least of many turns in one",
         "interleaved run: read them as ratios. Kernels were checked against the reference first, outputs and",
         "all gradients. Peak memory is what torch's allocator held at its height, over what it held before.",
+        "",
+        "The operation is timed in a process as Python starts it: large blocks go back to the system as they",
+        "are freed, and every page of a new one is mapped and zeroed again, which is most of what unfolding",
+        "costs. The stages are timed once more with freed memory kept, as `selfconv train` has it; the",
+        "networks are timed so, too.",
         "",
         f"Measured on: {_context(results)}.",
         "",
@@ -242,7 +253,7 @@ def _plots(results: Results, out: Path) -> list[str]:
 def _op_figure(results: Results) -> Any:
     from matplotlib.figure import Figure
 
-    rows = [r for r in results.ops if r.section == "op" and r.direction == "forward+backward"]
+    rows = [r for r in results.ops if r.section == OPERATION and r.direction == "forward+backward"]
     if not rows:
         return None
     batch = max(r.batch for r in rows)
@@ -279,7 +290,7 @@ def _op_figure(results: Results) -> Any:
 def _growth_figure(results: Results) -> Any:
     from matplotlib.figure import Figure
 
-    sections = list(dict.fromkeys(r.section for r in results.ops if r.section != "op"))
+    sections = growth_sections(results)
     if not sections:
         return None
     figure = Figure(figsize=(9, 5), layout="constrained")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -45,18 +46,21 @@ class Call:
     @property
     def compute_dtype(self) -> torch.dtype:
         """Half precision is computed in float32: a softmax over a window of products needs it."""
-        dtype = torch.float32
-        for t in self.tensors:
-            dtype = torch.promote_types(dtype, t.dtype)
-        return dtype
+        given = {t.dtype for t in self.tensors} - {torch.float32}
+        return reduce(torch.promote_types, given, torch.float32)
 
     def steered(self, psi: Tensor | None, beta: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """ψ and β as every element P of the group sees them: [C, (C,) P, R, k, k] and [C, P, k, k]."""
         dtype = self.compute_dtype
         return (
-            None if psi is None else self.group.steer(psi.to(dtype)),
-            None if beta is None else self.group.steer(beta.to(dtype), planar=True),
+            None if psi is None else self.group.steer(cast(psi, dtype)),
+            None if beta is None else self.group.steer(cast(beta, dtype), planar=True),
         )
+
+
+def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """``t.to(dtype)``, which would stand in exported programs where there is nothing to do, too."""
+    return t if t.dtype == dtype else t.to(dtype)
 
 
 def check_call(

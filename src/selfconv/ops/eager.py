@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selfconv.ops._call import Call
+from selfconv.ops._call import Call, cast
 
 
 def run(call: Call) -> Tensor:
@@ -20,12 +20,13 @@ def run(call: Call) -> Tensor:
 def run_with_attention(call: Call) -> tuple[Tensor, Tensor]:
     """The aggregated values [N, C_v, P, h, w] and the weights α [N, heads, P, k·k, h, w]."""
     dtype, k = call.compute_dtype, call.kernel_size
-    a_k = affine_map(call.key.to(dtype), *call.steered(call.psi_k, call.beta_k), k)
-    scores = (call.query.to(dtype).unsqueeze(3) * a_k).unflatten(1, (call.num_heads, -1)).sum(2) * call.scale
+    a_k = affine_map(cast(call.key, dtype), *call.steered(call.psi_k, call.beta_k), k)
+    products = cast(call.query, dtype).unsqueeze(3) * a_k  # [N, C_k, P, k·k, h, w]
+    scores = products.unflatten(1, (call.num_heads, -1)).sum(2) * call.scale
     alpha = scores.softmax(3)  # [N, heads, P, k·k, h, w]
-    a_v = affine_map(call.value.to(dtype), *call.steered(call.psi_v, call.beta_v), k)
+    a_v = affine_map(cast(call.value, dtype), *call.steered(call.psi_v, call.beta_v), k)
     out = (alpha.unsqueeze(2) * a_v.unflatten(1, (call.num_heads, -1))).sum(4).flatten(1, 2)
-    return out.to(call.value.dtype), alpha
+    return cast(out, call.value.dtype), alpha
 
 
 def affine_map(f: Tensor, psi: Tensor | None, beta: Tensor | None, k: int) -> Tensor:

@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS := app,cluster,dev,docs,onnx,plot,timm,train,triton
 
+# what is imported is compiled when it is first used, and then kept, whatever the environment says
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install browser demo test test-long docs dist lint typecheck format clean
 
 install: $(VENV)/.installed

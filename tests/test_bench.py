@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,19 @@ import torch
 from torch import Tensor
 
 from selfconv.lab import bench
-from selfconv.lab.bench import BenchOptions, ModelRow, Results, Row, _measure, _ops, read_results, run_bench
+from selfconv.lab.bench import (
+    BenchOptions,
+    ModelRow,
+    Results,
+    Row,
+    _measure,
+    _models,
+    _ops,
+    read_results,
+    run_bench,
+)
 from selfconv.lab.bench._report import markdown, op_table, write_results
+from selfconv.models import create_model
 
 CPU = torch.device("cpu")
 
@@ -81,19 +93,23 @@ def test_kernels_are_checked_first() -> None:
 
 
 @pytest.mark.parametrize("factor", [1.01, float("nan")])
-def test_a_kernel_that_disagrees_gets_no_figure(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, check = _ops.affine_self_conv_packed, _ops.check
+def test_a_kernel_that_disagrees_is_noticed(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = _ops.affine_self_conv_packed
 
     def wrong(*args: object, backend: str | None = None, **options: object) -> Tensor:
         out = original(*args, backend=backend, **options)  # type: ignore[arg-type]
         return out if backend else out * factor
 
     monkeypatch.setattr(_ops, "affine_self_conv_packed", wrong)
-    monkeypatch.setattr(_ops, "check", lambda kind, device: check(kind, device) if kind == "asc" else 0.0)
+    assert not _ops.check("asc", CPU) <= _ops.TOLERANCE
+
+
+def test_a_kernel_that_disagrees_gets_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_ops, "check", lambda kind, device: float("nan") if kind == "asc" else 0.0)
     monkeypatch.setattr(_ops, "compiled", lambda layer: layer)
     rows = {r.contender: r for r in _ops.measure_ops((1,), ((16, 4),), 0.0, CPU) if r.direction == "forward"}
     assert rows["ASC"].milliseconds is None
-    assert rows["ASC"].note.startswith("disagrees with the reference by ")
+    assert rows["ASC"].note == "disagrees with the reference by nan: no figure"
     assert rows["SASA"].milliseconds is not None
 
 
@@ -112,6 +128,7 @@ def test_a_run_from_options_to_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(bench, "STAGES", ((16, 4),))
     monkeypatch.setattr(bench, "LARGE", ())
     monkeypatch.setattr(bench, "keep_memory", lambda: True)
+    monkeypatch.setattr(_models, "create_model", partial(create_model, depth=11))
     models = ("resnet29", "resnet29_asc")
     options = BenchOptions(
         ("ops", "models"), batch=(1,), model_batch=2, models=models, seconds=0.01, out=tmp_path / "b"

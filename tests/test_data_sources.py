@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
@@ -346,10 +344,3 @@ class TestLoadData:
     def test_another_kind_of_file(self, tmp_path: Path) -> None:
         (tmp_path / "data.csv").write_text("1,2")
         fails(r"data.csv': another kind of file", tmp_path / "data.csv")
-
-    def test_light_to_import(self) -> None:
-        code = (
-            "import sys, selfconv.lab.data; print({'PIL', 'rich', 'numba', 'accelerate'} & set(sys.modules))"
-        )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        assert done.stdout == "set()\n"

@@ -22,7 +22,7 @@ from bombs import png_that_claims
 from model_helpers import tiny
 from PIL import Image
 from rich.console import Console
-from tiny_runs import tiny_data
+from tiny_runs import run_cli, tiny_data
 
 from selfconv import cli
 from selfconv.lab._progress import Progress
@@ -312,16 +312,12 @@ def test_names_that_are_not_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [b"\xff\x1b[31m.png", b"a\nselfconv: fine.png", b"[red].png", b"-x.png"])
-def test_files_with_hostile_names(name: bytes, tmp_path: Path) -> None:
+def test_files_with_hostile_names(name: bytes, tmp_path: Path, capsys: Any) -> None:
     root = paint(tmp_path / "pets", ["cat", "dog"])
     with open(os.path.join(os.fsencode(root), b"cat", name), "wb") as file:
         file.write(b"no image")
-    run = subprocess.run(
-        [sys.executable, "-m", "selfconv.cli", "train", "--data", root, "--out", tmp_path / "out"],
-        capture_output=True,
-    )
-    assert run.returncode == 2
-    [line] = run.stderr.decode().splitlines()
+    assert run_cli("train", "--data", root, "--out", tmp_path / "out") == 2
+    [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("selfconv: ")
     assert "1 of 9 images cannot be read" in line
     assert line.isprintable()

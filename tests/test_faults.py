@@ -428,12 +428,12 @@ def test_a_damaged_kernel_cache_is_renewed(
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "cache"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert _native.native(SIGNATURE)(kernel(tmp_path)).cache_hits == 0
+        assert _native.native(SIGNATURE, "test")(kernel(tmp_path)).cache_hits == 0
         files = [*(tmp_path / "cache").rglob(f"*{suffix}")]
         assert len(files) == 1
         damage(files[0])
-        assert runs_right(_native.native(SIGNATURE)(kernel(tmp_path)))
-        again = _native.native(SIGNATURE)(kernel(tmp_path))
+        assert runs_right(_native.native(SIGNATURE, "test")(kernel(tmp_path)))
+        again = _native.native(SIGNATURE, "test")(kernel(tmp_path))
     assert again.cache_hits == 1  # whole again
     assert runs_right(again)
 
@@ -462,7 +462,7 @@ def test_without_a_kernel_cache_there_is_one_warning(
     _native._warn_once.cache_clear()
     kernels = [trouble(tmp_path, monkeypatch) for _ in range(3)]
     with pytest.warns(RuntimeWarning, match="compiled kernels cannot be kept on disk") as caught:
-        compiled = [_native.native(SIGNATURE)(function) for function in kernels]
+        compiled = [_native.native(SIGNATURE, "test")(function) for function in kernels]
     assert len(caught) == 1
     assert all(map(runs_right, compiled))
 
@@ -470,7 +470,7 @@ def test_without_a_kernel_cache_there_is_one_warning(
 def test_errors_in_a_kernel_itself_are_not_hidden(tmp_path: Path) -> None:
     (tmp_path / "some_kernel.py").write_text("def put_seven(args):\n    args[0] = nothing_of_that_name\n")
     with pytest.raises(Exception, match="nothing_of_that_name"):
-        _native.native(SIGNATURE)(kernel(tmp_path))
+        _native.native(SIGNATURE, "test")(kernel(tmp_path))
 
 
 def test_no_compiler_no_home_no_path() -> None:

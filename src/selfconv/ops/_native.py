@@ -2,7 +2,8 @@
 
 Numba keeps compiled code beside the source, in ``NUMBA_CACHE_DIR``, or in the user's cache folder. That saves
 seconds in every process, and is worth no failure: a damaged cache is emptied, and where nothing can be
-written the code is compiled anew, after one warning.
+written the code is compiled anew, after one warning. Processes that start together, as for training on many
+processors, take turns: one compiles, and the others find what it kept.
 
 Numba takes kept code for current if the file of its function has the date and size it had. That would miss
 a change in another file, and installers give every file the same date. So kernels hold ``EDITION`` among the
@@ -13,11 +14,13 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
 from numba import cfunc
 from numba.core.caching import FunctionCache
 
@@ -26,12 +29,13 @@ EDITION = zlib.crc32(b"".join(Path(__file__).with_name(name).read_bytes() for na
 """A number that the sources of the kernels have in common."""
 
 
-def native(signature: Any) -> Callable[[Callable[..., None]], Any]:
-    """As ``numba.cfunc(signature, cache=True)``."""
+def native(signature: Any, name: str) -> Callable[[Callable[..., None]], Any]:
+    """As ``numba.cfunc(signature, cache=True)``; ``name`` tells kernels apart that share their source."""
 
     def compiled(function: Callable[..., None]) -> Any:
         try:
-            return cfunc(signature, cache=True)(function)
+            with _turn(function, name):
+                return cfunc(signature, cache=True)(function)
         except (OSError, RuntimeError):  # no folder, or no space
             pass
         except Exception:  # what is there cannot be unpickled, which may raise anything; or is it our code?
@@ -44,6 +48,16 @@ def native(signature: Any) -> Callable[[Callable[..., None]], Any]:
         return cfunc(signature)(function)
 
     return compiled
+
+
+@contextmanager
+def _turn(function: Callable[..., None], name: str) -> Iterator[None]:
+    """Waits while another process compiles the function; a minute, should that one hang."""
+    with ExitStack() as held:
+        folder = Path(FunctionCache(function).cache_path)
+        with suppress(OSError, NotImplementedError):  # of folders that cannot be written, or locked
+            held.enter_context(FileLock(folder / f"selfconv-{name}.lock", timeout=60))
+        yield
 
 
 @cache

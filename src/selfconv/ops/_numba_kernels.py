@@ -256,7 +256,7 @@ def forward_worker(name, order):
     """
     dtype, planes = np.dtype(name).type, (EDITION,) * order
 
-    @native(_signature)
+    @native(_signature, f"forward-{name}-{order}")
     def worker(args):
         # not literals: Numba would compile what takes them once for each value
         outward, inward = np.int64(0), np.int64(1)
@@ -318,7 +318,7 @@ def backward_worker(name, order):
     dtype, planes = np.dtype(name).type, (EDITION,) * order
     pair = (EDITION,) * (1 if order % 2 else 2)
 
-    @native(_signature)
+    @native(_signature, f"backward-{name}-{order}")
     def worker(args):
         # not literals: Numba would compile what takes them once for each value
         outward, inward = np.int64(0), np.int64(1)

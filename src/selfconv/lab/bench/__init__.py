@@ -67,7 +67,7 @@ def _rows(options: BenchOptions, device: torch.device) -> Iterator[Row | ModelRo
         yield from measure_ops((max(options.batch),), STAGES, seconds, device, KEPT)
     if "models" in options.sections:
         names = ("resnet29", "resnet29_asc") if options.quick else options.models
-        yield from measure_models(names, options.model_batch, 10 * seconds, device)
+        yield from measure_models(names, options.model_batch, 8 * len(names) * seconds, device)
 
 
 def _describe(row: Row | ModelRow) -> str:

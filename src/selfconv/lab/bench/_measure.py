@@ -9,14 +9,16 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 Work = Callable[[], object]
+Key = TypeVar("Key")
 
 
-def interleaved(contenders: dict[str, Work], seconds: float, device: torch.device) -> dict[str, float]:
+def interleaved(contenders: dict[Key, Work], seconds: float, device: torch.device) -> dict[Key, float]:
     """Seconds that each contender takes: the least over rounds in which all of them take turns.
 
     A machine's other tenants slow a whole round down, so ratios hold, and the least of many is what the work

@@ -35,7 +35,7 @@ class BenchOptions:
     models: tuple[str, ...] = tuple(PAIRS)
     """Which networks; each beside its convolutional counterpart."""
     seconds: float = 3.0
-    """For each comparison of the operation; networks get ten times as long."""
+    """For each comparison of the operation; a network gets eight times as long."""
     quick: bool = False
     """The stage shapes and two networks only, a second each: to see that it works."""
     out: Path | None = field(default=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from selfconv.lab.bench import (
     read_results,
     run_bench,
 )
-from selfconv.lab.bench._report import markdown, op_table, write_results
+from selfconv.lab.bench._report import joined, markdown, op_table, write_results
 from selfconv.models import create_model
 
 CPU = torch.device("cpu")
@@ -158,6 +159,13 @@ def test_tables_show_ratios_to_the_convolution() -> None:
     assert "verified in Triton's interpreter" in page
 
 
+def test_what_is_not_measured_again_stays() -> None:
+    ops, models = replace(RESULTS, models=[]), replace(RESULTS, ops=[], matmul_gflops=60.0)
+    assert joined(ops, models) == replace(RESULTS, matmul_gflops=60.0)
+    assert joined(models, ops) == RESULTS
+    assert joined(RESULTS, replace(models, machine={"processor": "another"})).ops == []
+
+
 def test_the_same_figures_give_the_same_bytes(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -167,6 +175,13 @@ def test_the_same_figures_give_the_same_bytes(tmp_path: Path) -> None:
     for file in files:
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
     assert json.loads((tmp_path / "a" / "bench.json").read_text())["matmul_gflops"] == 50.0
+
+
+def test_another_file_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "bench.json").write_text('{"ops": 3}')
+    with pytest.raises(ValueError, match=r"bench.json: expected the results of a benchmark; TypeError: "):
+        run_bench(BenchOptions(out=tmp_path))
+    assert (tmp_path / "bench.json").read_text() == '{"ops": 3}'
 
 
 @pytest.mark.parametrize(

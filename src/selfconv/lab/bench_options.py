@@ -35,8 +35,9 @@ class BenchOptions:
     models: tuple[str, ...] = tuple(PAIRS)
     """Which networks; each beside its convolutional counterpart."""
     seconds: float = 3.0
-    """For each comparison of the operation; a network gets eight times as long."""
+    """For each comparison of the operation; a network gets sixteen times as long."""
     quick: bool = False
     """The stage shapes and two networks only, a second each: to see that it works."""
     out: Path | None = field(default=None)
-    """A folder for bench.json, performance.md and the plots."""
+    """A folder for bench.json, performance.md and the plots. What an earlier run left there stays, operation
+    or networks, if it is not measured again."""

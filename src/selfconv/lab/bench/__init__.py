@@ -12,6 +12,7 @@ kept, which is how ``selfconv train`` runs, and how networks are timed.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -19,7 +20,7 @@ from selfconv.lab._memory import keep_memory
 from selfconv.lab.bench._measure import matmul_rate
 from selfconv.lab.bench._models import ModelRow, measure_models
 from selfconv.lab.bench._ops import KEPT, LARGE, STAGES, Row, measure_growth, measure_ops
-from selfconv.lab.bench._report import Results, machine, print_tables, read_results, write_results
+from selfconv.lab.bench._report import Results, joined, machine, print_tables, read_results, write_results
 from selfconv.lab.bench_options import PAIRS, BenchOptions
 from selfconv.lab.errors import require
 
@@ -34,6 +35,7 @@ def run_bench(options: BenchOptions) -> Results:
     _check(options)
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)  # before an hour's work, not after
+    earlier = _read_earlier(options.out)
     device = torch.device(options.device)
     before = torch.get_num_threads()
     if options.threads is not None:
@@ -48,11 +50,18 @@ def run_bench(options: BenchOptions) -> Results:
                     console.print(_describe(row), highlight=False, soft_wrap=True)
     finally:
         torch.set_num_threads(before)
+    if earlier is not None:
+        results = joined(earlier, results)
     print_tables(results, console)
     if options.out is not None:
         write_results(results, options.out)
         console.print(f"written to {options.out}", highlight=False)
     return results
+
+
+def _read_earlier(out: Path | None) -> Results | None:
+    path = None if out is None else out / "bench.json"
+    return read_results(path) if path is not None and path.is_file() else None
 
 
 def _rows(options: BenchOptions, device: torch.device) -> Iterator[Row | ModelRow]:
@@ -67,7 +76,7 @@ def _rows(options: BenchOptions, device: torch.device) -> Iterator[Row | ModelRo
         yield from measure_ops((max(options.batch),), STAGES, seconds, device, KEPT)
     if "models" in options.sections:
         names = ("resnet29", "resnet29_asc") if options.quick else options.models
-        yield from measure_models(names, options.model_batch, 8 * len(names) * seconds, device)
+        yield from measure_models(names, options.model_batch, 16 * len(names) * seconds, device)
 
 
 def _describe(row: Row | ModelRow) -> str:

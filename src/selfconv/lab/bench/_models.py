@@ -55,18 +55,16 @@ def steps(name: str, batch: int, memory_format: str, device: torch.device) -> di
 def measure_models(
     names: tuple[str, ...], batch: int, seconds: float, device: torch.device
 ) -> Iterator[ModelRow]:
-    """All models and both memory formats take turns; then, for longer, each model in its better format."""
+    """All models and both memory formats take turns; a model counts in its better format."""
     formats = ("channels_last", "contiguous")
     wanted = {*names, *(PAIRS[name] for name in names)}
     works = {(name, f): steps(name, batch, f, device) for name in PAIRS if name in wanted for f in formats}
     for direction in ("training step", "inference"):
-        both = interleaved({key: work[direction] for key, work in works.items()}, 0, device)
-        better = {name: min(formats, key=lambda f: both[name, f]) for name in wanted}
-        chosen = {name: works[name, f][direction] for name, f in better.items()}
-        times = interleaved(chosen, seconds, device)
+        times = interleaved({key: work[direction] for key, work in works.items()}, seconds, device)
+        best = {name: min((times[name, f], f) for f in formats) for name in wanted}
         for name in names:
-            time = times[name]
+            time, f = best[name]
             yield ModelRow(
-                name, PAIRS[name], batch, direction, better[name], 1e3 * time, batch / time,
-                peak_memory(chosen[name], device) / 1e6, time / times[PAIRS[name]],
+                name, PAIRS[name], batch, direction, f, 1e3 * time, batch / time,
+                peak_memory(works[name, f][direction], device) / 1e6, time / best[PAIRS[name]][0],
             )  # fmt: skip

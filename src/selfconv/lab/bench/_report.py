@@ -6,7 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,9 +63,21 @@ def write_results(results: Results, out: Path) -> None:
 
 
 def read_results(path: Path) -> Results:
-    found = json.loads(path.read_text())
-    ops, models = [Row(**row) for row in found["ops"]], [ModelRow(**row) for row in found["models"]]
-    return Results(found["machine"], found["matmul_gflops"], ops, models)
+    try:
+        found = json.loads(path.read_text())
+        ops, models = [Row(**row) for row in found["ops"]], [ModelRow(**row) for row in found["models"]]
+        return Results(found["machine"], found["matmul_gflops"], ops, models)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{path}: expected the results of a benchmark; {type(error).__name__}: {error}"
+        ) from None
+
+
+def joined(earlier: Results, later: Results) -> Results:
+    """The later, and what it lacks, operation or networks, from an earlier one on the same machine."""
+    if earlier.machine != later.machine:
+        return later
+    return replace(later, ops=later.ops or earlier.ops, models=later.models or earlier.models)
 
 
 # ---- tables ----

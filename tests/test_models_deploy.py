@@ -21,7 +21,7 @@ from selfconv.nn import GroupBatchNorm, set_backend
 @pytest.mark.parametrize(
     ("name", "size", "overrides"),
     [
-        ("p4resnet29_asc_se", 32, {"depth": 11}),
+        ("p4resnet29_asc_se", 32, {"depth": 29}),
         ("p4mresnet29", 16, {"depth": 11, "downsample": "pool", "in_channels": 1}),
     ],
 )

@@ -77,7 +77,11 @@ def joined(earlier: Results, later: Results) -> Results:
     """The later, and what it lacks, operation or networks, from an earlier one on the same machine."""
     if earlier.machine != later.machine:
         return later
-    return replace(later, ops=later.ops or earlier.ops, models=later.models or earlier.models)
+    if later.ops:
+        return replace(later, models=later.models or earlier.models)
+    return replace(
+        earlier, models=later.models or earlier.models
+    )  # GFLOP/s beside the product of their own run
 
 
 # ---- tables ----
@@ -207,9 +211,11 @@ def markdown(results: Results, figures: Sequence[str]) -> str:
     lines = [
         "# Performance",
         "",
-        "Made by `selfconv bench --out DIR`; not edited by hand. Times are the least of many turns in one",
-        "interleaved run: read them as ratios. Kernels were checked against the reference first, outputs and",
-        "all gradients. Peak memory is what torch's allocator held at its height, over what it held before.",
+        "Made by `selfconv bench --out DIR`; not edited by hand. Times are the least of many turns that",
+        "contenders take one after the other: read them as ratios. The operation and the networks may be",
+        "from two runs on the machine named here; the matrix product is of the operation's. Kernels were",
+        "checked against the reference first, outputs and all gradients. Peak memory is what torch's",
+        "allocator held at its height, over what it held before.",
         "",
         "The operation is timed in a process as Python starts it: large blocks go back to the system as they",
         "are freed, and every page of a new one is mapped and zeroed again, which is most of what unfolding",

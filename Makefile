@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS := app,cluster,dev,docs,onnx,plot,timm,train,triton
+# uv takes a seventh of pip's time but does not read pip's settings: the folders of wheels that they name are handed on,
+# and what uv cannot get (from a mirror that only they name, say) pip gets
+WHEELS = $(shell $(PYTHON) -m pip config list 2>/dev/null | sed -n "s/.*find-links='\(.*\)'/\1/p")
 
 # what is imported is compiled when it is first used, and then kept, whatever the environment says
 unexport PYTHONDONTWRITEBYTECODE
@@ -11,10 +14,15 @@ unexport PYTHONDONTWRITEBYTECODE
 
 install: $(VENV)/.installed
 
+$(VENV)/.installed: export PIP_CONSTRAINT = $(CURDIR)/constraints.txt
+$(VENV)/.installed: export UV_CONSTRAINT = constraints.txt
+$(VENV)/.installed: export UV_BUILD_CONSTRAINT = constraints.txt
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "selfconv needs Python >= 3.11; got %d.%d (set PYTHON=...)" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
-	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -e '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python $(addprefix --find-links ,$(sort $(WHEELS))) -e '.[$(EXTRAS)]' \
+		|| $(BIN)/python -m pip install --quiet --no-compile -e '.[$(EXTRAS)]'
 	@touch $@
 
 # for the tests of `selfconv explore`
@@ -27,8 +35,9 @@ browser:
 demo: install
 	$(BIN)/selfconv demo
 
+# files stay whole, for what their tests share is made once; in their order, which ends with short ones
 test: lint typecheck browser
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # every property test on many more cases, new ones each time; says how many random calls there were (2,000 and more)
 test-long: install

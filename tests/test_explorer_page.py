@@ -22,7 +22,6 @@ from tiny_runs import command, environment
 
 from selfconv.explorer import _uploads
 
-pytestmark = pytest.mark.xdist_group("page")  # one server and one browser for all
 expect.set_options(timeout=30_000)  # ms: a busy machine is no failure
 
 CHROMIUM = (

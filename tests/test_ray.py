@@ -29,8 +29,6 @@ from selfconv.lab.errors import Interrupted, PlanFailed
 from selfconv.lab.plans import Plan, Trial
 from selfconv.lab.sweep import LocalEngine, reproduce
 
-pytestmark = pytest.mark.xdist_group("ray")  # one cluster for all
-
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,16 @@ from model_helpers import TINY, awake, channels_last, relative_error, tiny, trai
 from torch import Tensor, nn
 
 from selfconv.models import create_model, export_onnx, export_program, fold_batch_norm, list_models
-from selfconv.nn import GroupBatchNorm, set_backend
+from selfconv.nn import (
+    AffineSelfConv2d,
+    GroupBatchNorm,
+    GroupConv2d,
+    LiftingConv2d,
+    SimpleAffineSelfConv2d,
+    StandAloneSelfAttention2d,
+    set_backend,
+)
+from selfconv.nn._fixed import fix_filters
 
 
 @pytest.mark.parametrize(
@@ -51,6 +62,41 @@ def test_onnx_agrees_at_any_batch_size(name: str, depth: int, tmp_path: Path) ->
             logits = model(images)
         assert (torch.from_numpy(from_onnx) - logits).abs().max() < 1e-5
         assert logits.std() > 1e-2
+
+
+CONV = partial(GroupConv2d, 4, 6)
+LAYERS: dict[str, Callable[..., nn.Module]] = {
+    "conv": partial(CONV, 3, padding="same"),
+    "conv, stride": partial(CONV, 3, 2, 1, bias=False),
+    "conv, even": partial(CONV, 2),
+    "conv, pool": partial(CONV, 3, 2, 1, downsample="pool"),
+    "pointwise, pool": partial(CONV, 1, 2, downsample="pool"),
+    "asc": partial(AffineSelfConv2d, 4, 8, 3, num_heads=2, bias=True),
+    "asc, stride": partial(AffineSelfConv2d, 4, 8, 5, 2, num_heads=4, key_channels=4),
+    "asc, dense": partial(AffineSelfConv2d, 4, 8, 3, num_heads=2, psi="dense"),
+    "asc, beta": partial(AffineSelfConv2d, 4, 8, 3, num_heads=1, affine="beta", qkv_bias=False),
+    "simple asc": partial(SimpleAffineSelfConv2d, 4, 8, 3, num_heads=2),
+    "sasa": partial(StandAloneSelfAttention2d, 4, 8, 3, num_heads=2),
+}
+
+
+@pytest.mark.parametrize("group", ["z2", "p4", "p4m"])
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_layers_with_fixed_filters_are_the_same_functions(name: str, group: str, dtype: torch.dtype) -> None:
+    lifting = LiftingConv2d(2, 4, 3, padding=1, group=group, dtype=dtype)
+    layers = nn.Sequential(lifting, LAYERS[name](group=group, dtype=dtype))
+    for bias in (p for n, p in layers.named_parameters() if n.endswith(("bias", "b_in", "b_out"))):
+        nn.init.normal_(bias)
+    images = torch.randn(3, 2, 8, 6, dtype=dtype)
+    with torch.no_grad():
+        expected = layers(images)
+        fixed = fix_filters(copy.deepcopy(layers))
+        assert not [m for m in fixed.modules() if isinstance(m, type(lifting) | type(layers[1]))]
+        got = fixed(images)
+    assert got.dtype == dtype
+    assert got.shape == expected.shape
+    assert relative_error(got.double(), expected.double()) < (1e-12 if dtype == torch.float64 else 0.05)
 
 
 def test_exporting_leaves_the_model_alone(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from selfconv.lab.runs import Run
-from selfconv.models import export_onnx, export_program, fold_batch_norm
+from selfconv.models import export_onnx, export_program
 
 WRITERS: dict[str, Callable[..., object]] = {".onnx": export_onnx, ".pt2": export_program}
 
@@ -35,7 +35,7 @@ def export_run(run: Run, path: str | os.PathLike[str]) -> tuple[int, int, int]:
     """Writes a run's model to ``….onnx`` or ``….pt2``; returns the shape of an image that it takes.
 
     Input: images ``[N, C, h, w]``, float32 pixels in 0..1, any N. Output: logits ``[N, classes]``.
-    Normalisation is part of the file, batch norm is folded into the layers.
+    Normalisation is part of the file.
     """
     path = Path(path)
     if path.suffix not in WRITERS:
@@ -45,7 +45,7 @@ def export_run(run: Run, path: str | os.PathLike[str]) -> tuple[int, int, int]:
     if path.is_dir():
         raise IsADirectoryError(f"{path}: expected a file to write; got a folder")
     info = run.data
-    model = FromPixels(fold_batch_norm(run.load_model()), info.mean, info.std).eval()
+    model = FromPixels(run.load_model(), info.mean, info.std)
     shape = (info.in_channels, info.size, info.size)
     partial = path.with_name(f".partial-{path.name}")  # writers go by the suffix
     try:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from selfconv.models.resnet import ConvNorm, ResNet
-from selfconv.nn import LocalAttention2d, set_backend
+from selfconv.nn import LocalAttention2d
+from selfconv.nn._fixed import fix_filters
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -51,7 +52,8 @@ def export_program(
 ) -> ExportedProgram:
     """The model in evaluation mode as a ``torch.export`` program, for any batch size.
 
-    It consists of plain operators, so that running it needs torch but not selfconv.
+    It consists of plain operators, so that running it needs torch but not selfconv. Batch norm is folded,
+    and the filters of a group are steered already.
 
     Args:
         path: of a file to save it in as well, usually ``….pt2``.
@@ -68,6 +70,8 @@ def export_program(
 
 def export_onnx(model: nn.Module, path: PathLike, *, input_shape: Sequence[int] | None = None) -> None:
     """Writes the model in evaluation mode as ONNX: input ``images``, output ``logits``, any batch size.
+
+    As in ``export_program``, batch norm is folded, and the filters of a group are steered already.
 
     Args:
         path: of the file to write, usually ``….onnx``.
@@ -100,4 +104,4 @@ def _prepared(model: nn.Module, input_shape: Sequence[int] | None) -> tuple[nn.M
         input_shape = (model.in_channels, 32, 32)
     like = next(model.parameters())
     images = torch.zeros(2, *input_shape, device=like.device, dtype=like.dtype)
-    return set_backend(copy.deepcopy(model).eval(), "eager"), images
+    return fix_filters(fold_batch_norm(model)), images

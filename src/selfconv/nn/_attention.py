@@ -136,8 +136,11 @@ class LocalAttention2d(nn.Module):
             backend=self.backend,
         )
         # the output map is pointwise, so pooling commutes with it: the cheap order
-        w_out = self.w_out.reshape(self.out_channels, self.out_channels, len(self.group), 1, 1)
-        return group_conv(avg_pool(out, self.stride), self.group.steer(w_out), self.b_out, self.group)
+        return group_conv(avg_pool(out, self.stride), self.steered_output(), self.b_out, self.group)
+
+    def steered_output(self) -> Tensor:
+        """W^O as every element P of the group sees it: [out, out, P, R, 1, 1]."""
+        return self.group.steer(self.w_out.reshape(self.out_channels, self.out_channels, -1, 1, 1))
 
     def attention_weights(self, x: Tensor) -> Tensor:
         """α for features x: ``[N, num_heads, k, k, h, w]``, or ``[N, num_heads, |H|, k, k, h, w]``."""

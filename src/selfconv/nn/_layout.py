@@ -51,27 +51,25 @@ def unfold(y: Tensor, like: Tensor, group: Group) -> Tensor:
     return y.unflatten(1, (-1, len(group)))
 
 
-def fold_filters(filters: Tensor, like: Tensor) -> Tensor:
-    """Steered filters as conv2d takes them, in the channel order that ``fold(like)`` has.
+def fold_filters(filters: Tensor, innermost: bool) -> Tensor:
+    """Steered filters as conv2d takes them.
 
     Args:
         filters: ``[C_out, C_in, P, R, k, k]``, or ``[C_out, C_in, P, k, k]`` on planar input.
-        like: the features they will meet.
+        innermost: whether the features they will meet have their channels innermost, and fold so.
 
     Returns:
         ``[C_out·P, C_in·R, k, k]`` or ``[P·C_out, R·C_in, k, k]``.
     """
     if filters.dim() == 5:
         filters = filters.unsqueeze(3)
-    order = (2, 0, 3, 1, 4, 5) if channels_innermost(like) else (0, 2, 1, 3, 4, 5)
+    order = (2, 0, 3, 1, 4, 5) if innermost else (0, 2, 1, 3, 4, 5)
     return filters.permute(order).flatten(2, 3).flatten(0, 1)
 
 
-def fold_bias(bias: Tensor, like: Tensor, group: Group) -> Tensor:
-    """One value per channel as conv2d's bias, the same for every element of the group."""
-    if channels_innermost(like):
-        return bias.repeat(len(group))
-    return bias.repeat_interleave(len(group))
+def fold_bias(bias: Tensor, order: int, innermost: bool) -> Tensor:
+    """One value per channel as conv2d's bias, the same for each of the group's ``order`` elements."""
+    return bias.repeat(order) if innermost else bias.repeat_interleave(order)
 
 
 def on_folded(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -99,10 +97,11 @@ def group_conv(
     x: Tensor, filters: Tensor, bias: Tensor | None, group: Group, stride: int = 1, padding: int | str = 0
 ) -> Tensor:
     """Convolution of group (or, if the filters are planar, plane) features with steered filters."""
+    innermost = channels_innermost(x)
     y = F.conv2d(
         fold(x),
-        fold_filters(filters, x),
-        None if bias is None else fold_bias(bias, x, group),
+        fold_filters(filters, innermost),
+        None if bias is None else fold_bias(bias, len(group), innermost),
         stride=stride,
         padding=padding,
     )

@@ -19,14 +19,34 @@ def run(call: Call) -> Tensor:
 
 def run_with_attention(call: Call) -> tuple[Tensor, Tensor]:
     """The aggregated values [N, C_v, P, h, w] and the weights α [N, heads, P, k·k, h, w]."""
-    dtype, k = call.compute_dtype, call.kernel_size
-    a_k = affine_map(cast(call.key, dtype), *call.steered(call.psi_k, call.beta_k), k)
-    products = cast(call.query, dtype).unsqueeze(3) * a_k  # [N, C_k, P, k·k, h, w]
-    scores = products.unflatten(1, (call.num_heads, -1)).sum(2) * call.scale
-    alpha = scores.softmax(3)  # [N, heads, P, k·k, h, w]
-    a_v = affine_map(cast(call.value, dtype), *call.steered(call.psi_v, call.beta_v), k)
-    out = (alpha.unsqueeze(2) * a_v.unflatten(1, (call.num_heads, -1))).sum(4).flatten(1, 2)
+    dtype = call.compute_dtype
+    filters = (*call.steered(call.psi_k, call.beta_k), *call.steered(call.psi_v, call.beta_v))
+    out, alpha = attend(
+        cast(call.query, dtype), cast(call.key, dtype), cast(call.value, dtype), *filters,
+        call.kernel_size, call.num_heads, call.scale,
+    )  # fmt: skip
     return cast(out, call.value.dtype), alpha
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    psi_k: Tensor | None,
+    beta_k: Tensor | None,
+    psi_v: Tensor | None,
+    beta_v: Tensor | None,
+    kernel_size: int,
+    num_heads: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The operation on features [N, C, R, h, w] with filters that are steered, as ``affine_map`` has them."""
+    products = query.unsqueeze(3) * affine_map(key, psi_k, beta_k, kernel_size)  # [N, C_k, P, k·k, h, w]
+    scores = products.unflatten(1, (num_heads, -1)).sum(2) * scale
+    alpha = scores.softmax(3)  # [N, heads, P, k·k, h, w]
+    a_v = affine_map(value, psi_v, beta_v, kernel_size)
+    out = (alpha.unsqueeze(2) * a_v.unflatten(1, (num_heads, -1))).sum(4).flatten(1, 2)
+    return out, alpha
 
 
 def affine_map(f: Tensor, psi: Tensor | None, beta: Tensor | None, k: int) -> Tensor:

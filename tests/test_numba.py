@@ -313,7 +313,7 @@ def _train(rank: int, port: int, results: multiprocessing.SimpleQueue) -> None:
 
 
 def test_distributed_data_parallel(free_port: int) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     results = context.SimpleQueue()
     workers = [context.Process(target=_train, args=(rank, free_port, results)) for rank in range(2)]
     for worker in workers:

@@ -106,6 +106,7 @@ def test_a_kernel_that_disagrees_is_noticed(factor: float, monkeypatch: pytest.M
 
 
 def test_a_kernel_that_disagrees_gets_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_ops, "peak_memory", lambda work, device: 0.0)
     monkeypatch.setattr(_ops, "check", lambda kind, device: float("nan") if kind == "asc" else 0.0)
     monkeypatch.setattr(_ops, "compiled", lambda layer: layer)
     rows = {r.contender: r for r in _ops.measure_ops((1,), ((16, 4),), 0.0, CPU) if r.direction == "forward"}
@@ -115,6 +116,7 @@ def test_a_kernel_that_disagrees_gets_no_figure(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_unfolding_that_would_not_fit_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_ops, "peak_memory", lambda work, device: 0.0)
     monkeypatch.setattr(_ops, "UNFOLD_LIMIT", 1.0)
     monkeypatch.setattr(_ops, "compiled", lambda layer: layer)
     monkeypatch.setattr(_ops, "check", lambda kind, device: 0.0)

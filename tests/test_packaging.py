@@ -20,10 +20,11 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from PIL import Image
-from tiny_runs import OPTIONS, selfconv, tiny_data
+from tiny_runs import tiny_config, tiny_data
 
 from selfconv import __version__
 from selfconv.lab.errors import EXTRAS
+from selfconv.lab.training import train
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "selfconv"
@@ -240,10 +241,7 @@ MISSING = {  # command, {run} being the folder of a run: the extra that it needs
 
 def test_what_is_missing_is_named_in_one_line(empty: Path, tmp_path: Path) -> None:
     run_folder = tmp_path / "run"
-    training = selfconv(
-        "train", "--data", tiny_data(tmp_path), "--out", run_folder, "--model", "resnet29", *OPTIONS
-    )
-    assert training.returncode == 0, training.stderr
+    train(tiny_config(tiny_data(tmp_path)), run_folder, quiet=True)
     for kind in ("a", "b"):
         (run_folder / "images" / kind).mkdir(parents=True)
         Image.new("L", (16, 16)).save(run_folder / "images" / kind / "1.png")

@@ -3,9 +3,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS := app,cluster,dev,docs,onnx,plot,timm,train,triton
-# uv takes a seventh of pip's time but does not read pip's settings: the folders of wheels that they name are handed on,
-# and what uv cannot get (from a mirror that only they name, say) pip gets
-WHEELS = $(shell $(PYTHON) -m pip config list 2>/dev/null | sed -n "s/.*find-links='\(.*\)'/\1/p")
 
 # what is imported is compiled when it is first used, and then kept, whatever the environment says
 unexport PYTHONDONTWRITEBYTECODE
@@ -14,15 +11,17 @@ unexport PYTHONDONTWRITEBYTECODE
 
 install: $(VENV)/.installed
 
-$(VENV)/.installed: export PIP_CONSTRAINT = $(CURDIR)/constraints.txt
+# by uv, in a third of pip's time; by pip where uv does not find all that it needs
+$(VENV)/.installed: export PIP_CONSTRAINT = constraints.txt
+$(VENV)/.installed: export PIP_DISABLE_PIP_VERSION_CHECK = 1
 $(VENV)/.installed: export UV_CONSTRAINT = constraints.txt
 $(VENV)/.installed: export UV_BUILD_CONSTRAINT = constraints.txt
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "selfconv needs Python >= 3.11; got %d.%d (set PYTHON=...)" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python $(addprefix --find-links ,$(sort $(WHEELS))) -e '.[$(EXTRAS)]' \
-		|| $(BIN)/python -m pip install --quiet --no-compile -e '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --quiet uv && \
+		$(BIN)/uv pip install --quiet --python $(BIN)/python $$($(BIN)/python scripts/uv_options.py) -e '.[$(EXTRAS)]' || \
+		$(BIN)/python -m pip install --quiet --no-compile -e '.[$(EXTRAS)]'
 	@touch $@
 
 # for the tests of `selfconv explore`

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -101,3 +102,21 @@ def test_the_reference_follows_the_papers_order() -> None:
     assert set(numbers) == {1, *range(3, 21), 24}
     in_order = [n for n in numbers if n != 24]  # the proof about β stands where it is first used
     assert in_order == sorted(in_order)
+
+
+def test_pips_settings_reach_uv() -> None:
+    options = runpy.run_path(str(ROOT / "scripts" / "uv_options.py"))["options"]
+    best = "--index-strategy=unsafe-best-match"
+    assert options("") == [best]
+    settings = """
+:env:.find-links='/env'
+global.cert='/cert.pem'
+global.extra-index-url='\\nhttps://a/simple\\nhttps://b/simple'
+global.find-links='/global'
+global.index-url='https://mirror/simple'
+install.no-index='true'
+"""
+    mirrors = ["--index-url=https://mirror/simple", "--extra-index-url=https://a/simple"]
+    assert options(settings) == [
+        best, *mirrors, "--extra-index-url=https://b/simple", "--find-links=/env", "--no-index"
+    ]  # fmt: skip

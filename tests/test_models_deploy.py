@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from model_helpers import TINY, awake, channels_last, relative_error, tiny, trained
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from selfconv.models import create_model, export_onnx, export_program, fold_batch_norm, list_models
 from selfconv.nn import (
@@ -97,6 +98,80 @@ def test_layers_with_fixed_filters_are_the_same_functions(name: str, group: str,
     assert got.dtype == dtype
     assert got.shape == expected.shape
     assert relative_error(got.double(), expected.double()) < (1e-12 if dtype == torch.float64 else 0.05)
+
+
+class Residual(AffineSelfConv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+class Entropy(nn.Module):
+    """Asks a layer for more than its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = AffineSelfConv2d(3, 4, 3, num_heads=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        alpha = self.layer.attention_weights(x)
+        return self.layer(x).mean((2, 3)) - (alpha * alpha.log()).sum((2, 3)).mean((2, 3)).repeat(1, 2)
+
+
+def layer_used_twice() -> nn.Module:
+    layer = AffineSelfConv2d(3, 3, 3, num_heads=1)
+    return nn.Sequential(layer, nn.ReLU(), layer)
+
+
+def hooked() -> nn.Module:
+    layer = GroupConv2d(3, 4, 3)
+    layer.register_forward_hook(lambda layer, inputs, output: 2 * output)
+    return nn.Sequential(layer)
+
+
+def convolution_of_two_norms() -> nn.Module:
+    model = tiny("resnet29")
+    block: Any = model.get_submodule("stages.0.0")
+    block.reduce.conv = block.expand.conv = GroupConv2d(4, 4, 1, bias=False)
+    block.expand.norm = GroupBatchNorm(4)
+    block.shortcut = nn.Identity()
+    return nn.Sequential(model.stem, block)
+
+
+def parametrized() -> nn.Module:
+    model = tiny("resnet29_asc")
+    weight_norm(model.stem.conv)
+    return model
+
+
+def wrapped() -> nn.Module:
+    model = tiny("p4resnet29_asc")
+    model.stem.conv = nn.Sequential(model.stem.conv, nn.Identity())
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Sequential(Residual(3, 3, 3, num_heads=1)),
+        lambda: AffineSelfConv2d(3, 4, 3, num_heads=2),
+        Entropy,
+        layer_used_twice,
+        hooked,
+        convolution_of_two_norms,
+        parametrized,
+        wrapped,
+    ],
+    ids=["subclass", "layer", "asked", "twice", "hook", "shared", "parametrized", "wrapped"],
+)
+def test_networks_of_others_are_exported_as_they_are(make: Callable[[], nn.Module]) -> None:
+    model = make().eval()
+    state = torch.get_rng_state()
+    program = export_program(model, input_shape=(3, 8, 8))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not [n for n in program.graph.nodes if "selfconv" in str(n.target)]
+    images = torch.randn(3, 3, 8, 8)
+    with torch.no_grad():
+        assert relative_error(program.module()(images), model(images)) < 1e-5
 
 
 def test_exporting_leaves_the_model_alone(tmp_path: Path) -> None:

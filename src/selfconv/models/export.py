@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections import Counter
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from selfconv.models.resnet import ConvNorm, ResNet
-from selfconv.nn import LocalAttention2d
-from selfconv.nn._fixed import fix_filters
+from selfconv.nn import LocalAttention2d, set_backend
+from selfconv.nn._fixed import ATTENTION, CONVOLUTIONS, fix_filters, is_plain
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -22,14 +23,21 @@ PathLike = str | os.PathLike[str]
 
 
 def fold_batch_norm(model: nn.Module) -> nn.Module:
-    """A copy in evaluation mode in which every batch norm is part of the layer before it.
+    """A copy in evaluation mode in which the batch norms of our networks are part of the layers before them.
 
     In evaluation batch norm is affine, y = a·f + b per channel, and so is the layer before it: its last
-    weights are multiplied by a, and b becomes its bias. Same function, fewer operations.
+    weights are multiplied by a, and b becomes its bias. Same function, fewer operations. A layer that is not
+    of the package, or has other users too, keeps its batch norm.
     """
     folded = copy.deepcopy(model).eval()
+    uses = Counter(child for parent in folded.modules() for child in parent._modules.values())
     for pair in folded.modules():
-        if isinstance(pair, ConvNorm) and isinstance(pair.norm, nn.BatchNorm2d):
+        if (
+            isinstance(pair, ConvNorm)
+            and isinstance(pair.norm, nn.BatchNorm2d)
+            and is_plain(pair.conv, nn.Conv2d, *CONVOLUTIONS, *ATTENTION)
+            and uses[pair.conv] == 1
+        ):
             _fold(pair.conv, pair.norm)
             pair.norm = nn.Identity()
     return folded
@@ -52,8 +60,8 @@ def export_program(
 ) -> ExportedProgram:
     """The model in evaluation mode as a ``torch.export`` program, for any batch size.
 
-    It consists of plain operators, so that running it needs torch but not selfconv. Batch norm is folded,
-    and the filters of a group are steered already.
+    It consists of plain operators, so that running it needs torch but not selfconv. Where the layers are
+    ours, batch norm is folded and the filters of a group are steered already.
 
     Args:
         path: of a file to save it in as well, usually ``….pt2``.
@@ -71,7 +79,7 @@ def export_program(
 def export_onnx(model: nn.Module, path: PathLike, *, input_shape: Sequence[int] | None = None) -> None:
     """Writes the model in evaluation mode as ONNX: input ``images``, output ``logits``, any batch size.
 
-    As in ``export_program``, batch norm is folded, and the filters of a group are steered already.
+    Made as by ``export_program``.
 
     Args:
         path: of the file to write, usually ``….onnx``.
@@ -104,4 +112,4 @@ def _prepared(model: nn.Module, input_shape: Sequence[int] | None) -> tuple[nn.M
         input_shape = (model.in_channels, 32, 32)
     like = next(model.parameters())
     images = torch.zeros(2, *input_shape, device=like.device, dtype=like.dtype)
-    return fix_filters(fold_batch_norm(model)), images
+    return set_backend(fix_filters(fold_batch_norm(model)), "eager"), images

@@ -11,22 +11,44 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from selfconv.nn._attention import LocalAttention2d
-from selfconv.nn._conv import _SteeredConv2d
-from selfconv.nn._layout import avg_pool, fold_bias, fold_filters
+from selfconv.groups import Z2, Group
+from selfconv.nn._attention import (
+    AffineSelfConv2d,
+    LocalAttention2d,
+    SimpleAffineSelfConv2d,
+    StandAloneSelfAttention2d,
+)
+from selfconv.nn._conv import GroupConv2d, LiftingConv2d
+from selfconv.nn._layout import avg_pool, check_features, fold_bias, fold_filters
 from selfconv.ops._call import cast
 from selfconv.ops.eager import attend
 
+CONVOLUTIONS = (LiftingConv2d, GroupConv2d)
+ATTENTION = (AffineSelfConv2d, SimpleAffineSelfConv2d, StandAloneSelfAttention2d)
+
+
+def is_plain(layer: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """Whether calling the layer does what its class says: no subclass, no parametrization, no hook."""
+    return type(layer) in kinds and not (layer._forward_hooks or layer._forward_pre_hooks)
+
 
 def fix_filters(module: nn.Module) -> nn.Module:
-    """The module itself with its convolutions and attention layers replaced; or what such a layer becomes."""
-    if isinstance(module, _SteeredConv2d):
-        return FixedConv2d.of(module)
-    if isinstance(module, LocalAttention2d):
-        return FixedAttention2d(module)
-    for name, child in module.named_children():
-        setattr(module, name, fix_filters(child))
-    return module
+    """The module with fixed filters, or what it becomes if it is such a layer itself.
+
+    Layers are replaced in ``Sequential`` containers, ours among them: another parent might ask a layer for
+    more than its output.
+    """
+    fixed: dict[nn.Module | None, nn.Module] = {}
+    for layer in module.modules():
+        if is_plain(layer, *CONVOLUTIONS):
+            fixed[layer] = FixedConv2d.of(layer).train(layer.training)  # type: ignore[arg-type]
+        elif is_plain(layer, *ATTENTION):
+            fixed[layer] = FixedAttention2d(layer).train(layer.training)  # type: ignore[arg-type]
+    for parent in module.modules():
+        if type(parent).forward is nn.Sequential.forward:
+            for name, child in parent._modules.items():
+                setattr(parent, name, fixed.get(child, child))
+    return fixed.get(module, module)
 
 
 class FixedConv2d(nn.Module):
@@ -34,13 +56,19 @@ class FixedConv2d(nn.Module):
 
     @torch.no_grad()
     def __init__(
-        self, filters: Tensor, bias: Tensor | None, stride: int = 1, padding: int = 0, pool: int = 1
+        self,
+        filters: Tensor,
+        bias: Tensor | None,
+        domain: Group,
+        stride: int = 1,
+        padding: int = 0,
+        pool: int = 1,
     ) -> None:
         super().__init__()
+        self.domain, self.channels, self.order = domain, filters.shape[1], filters.shape[2]
         weight = fold_filters(filters, innermost=False)  # [C'·P, C·R, k, k]
         c_out, c_in, k, _ = weight.shape
-        self.order = filters.shape[2]
-        self.conv = nn.Conv2d(c_in, c_out, k, stride, padding, bias=bias is not None)
+        self.conv = nn.Conv2d(c_in, c_out, k, stride, padding, bias=bias is not None, device="meta")
         self.conv.weight = nn.Parameter(weight.contiguous())
         if bias is not None:
             self.conv.bias = nn.Parameter(fold_bias(bias, self.order, innermost=False))
@@ -48,18 +76,20 @@ class FixedConv2d(nn.Module):
         self.pool_before, self.pool_after = (pool, 1) if pointwise else (1, pool)
 
     @classmethod
-    def of(cls, layer: _SteeredConv2d) -> FixedConv2d:
+    def of(cls, layer: LiftingConv2d | GroupConv2d) -> FixedConv2d:
+        domain = Z2 if isinstance(layer, LiftingConv2d) else layer.group
         stride, pool = (layer.stride, 1) if layer.downsample == "stride" else (1, layer.stride)
-        return cls(layer.steered_filters(), layer.bias, stride, layer.padding, pool)
+        return cls(layer.steered_filters(), layer.bias, domain, stride, layer.padding, pool)
 
     def forward(self, x: Tensor) -> Tensor:
+        check_features(type(self).__name__, x, self.channels, self.domain)
         maps = x if x.dim() == 4 else x.flatten(1, 2)
         y = avg_pool(self.conv(avg_pool(maps, self.pool_before)), self.pool_after)
         return y if self.order == 1 else y.unflatten(1, (-1, self.order))
 
 
 class FixedAttention2d(nn.Module):
-    """An attention layer with filters that are steered, in the plain form of the operation."""
+    """An attention layer, its filters steered, in the plain form of the operation."""
 
     psi_k: Tensor | None
     beta_k: Tensor | None
@@ -69,29 +99,30 @@ class FixedAttention2d(nn.Module):
     @torch.no_grad()
     def __init__(self, layer: LocalAttention2d) -> None:
         super().__init__()
+        group = self.group = layer.group
         self.kernel_size, self.num_heads, self.scale = layer.kernel_size, layer.num_heads, layer.scale
         filters, bias, self.channels = layer._projection()
-        self.project = FixedConv2d(layer.group.steer(filters[..., None, None]), bias)
+        self.project = FixedConv2d(group.steer(filters[..., None, None]), bias, group)
         # half precision is computed in float32, as everywhere
         self.dtype = torch.promote_types(filters.dtype, torch.float32)
         psi_k, beta_k, psi_v, beta_v = layer.affine_parameters()
         for name, psi in (("psi_k", psi_k), ("psi_v", psi_v)):
             if psi is not None:
-                psi = layer.group.steer(psi.unsqueeze(-3) if len(layer.group) == 1 else psi)
+                psi = group.steer(psi.unsqueeze(-3) if len(group) == 1 else psi)
             self._keep(name, psi)
         for name, beta in (("beta_k", beta_k), ("beta_v", beta_v)):
-            self._keep(name, None if beta is None else layer.group.steer(beta, planar=True))
-        self.output = FixedConv2d(layer.steered_output(), layer.b_out, pool=layer.stride)
+            self._keep(name, None if beta is None else group.steer(beta, planar=True))
+        self.output = FixedConv2d(layer.steered_output(), layer.b_out, group, pool=layer.stride)
 
     def _keep(self, name: str, filters: Tensor | None) -> None:
         self.register_buffer(name, None if filters is None else cast(filters, self.dtype).contiguous())
 
     def forward(self, x: Tensor) -> Tensor:
         maps = self.project(x)
-        maps = cast(maps if maps.dim() == 5 else maps.unsqueeze(2), self.dtype)  # [N, C, R, h, w]
+        maps = cast(maps.unsqueeze(2) if len(self.group) == 1 else maps, self.dtype)  # [N, C, R, h, w]
         query, key, *value = maps.split(list(self.channels), 1)
         filters = (self.psi_k, self.beta_k, self.psi_v, self.beta_v)
         out, _ = attend(
             query, key, value[0] if value else key, *filters, self.kernel_size, self.num_heads, self.scale
         )
-        return self.output(cast(out, x.dtype))
+        return self.output(cast(out.squeeze(2) if len(self.group) == 1 else out, x.dtype))

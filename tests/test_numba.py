@@ -313,9 +313,12 @@ def _train(rank: int, port: int, results: multiprocessing.SimpleQueue) -> None:
 
 
 def test_distributed_data_parallel(free_port: int) -> None:
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")  # as new processes, but torch is imported once
+    context.set_forkserver_preload(["selfconv.nn"])
     results = context.SimpleQueue()
-    workers = [context.Process(target=_train, args=(rank, free_port, results)) for rank in range(2)]
+    workers = [
+        context.Process(target=_train, args=(rank, free_port, results), daemon=True) for rank in range(2)
+    ]
     for worker in workers:
         worker.start()
     for worker in workers:

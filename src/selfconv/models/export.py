@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from selfconv.models.resnet import ConvNorm, ResNet
-from selfconv.nn import LocalAttention2d, set_backend
+from selfconv.nn import GroupBatchNorm, LocalAttention2d, set_backend
 from selfconv.nn._fixed import ATTENTION, CONVOLUTIONS, fix_filters, is_plain
 
 if TYPE_CHECKING:
@@ -26,19 +26,19 @@ def fold_batch_norm(model: nn.Module) -> nn.Module:
     """A copy in evaluation mode in which the batch norms of our networks are part of the layers before them.
 
     In evaluation batch norm is affine, y = a·f + b per channel, and so is the layer before it: its last
-    weights are multiplied by a, and b becomes its bias. Same function, fewer operations. A layer that is not
-    of the package, or has other users too, keeps its batch norm.
+    weights are multiplied by a, and b becomes its bias. Same function, fewer operations. A layer that is more
+    than its class says, or has other users too, keeps its batch norm.
     """
     folded = copy.deepcopy(model).eval()
     uses = Counter(child for parent in folded.modules() for child in parent._modules.values())
     for pair in folded.modules():
         if (
             isinstance(pair, ConvNorm)
-            and isinstance(pair.norm, nn.BatchNorm2d)
+            and is_plain(pair.norm, nn.BatchNorm2d, GroupBatchNorm)
             and is_plain(pair.conv, nn.Conv2d, *CONVOLUTIONS, *ATTENTION)
             and uses[pair.conv] == 1
         ):
-            _fold(pair.conv, pair.norm)
+            _fold(pair.conv, pair.norm)  # type: ignore[arg-type]
             pair.norm = nn.Identity()
     return folded
 

@@ -122,7 +122,6 @@ class FixedAttention2d(nn.Module):
         maps = cast(maps.unsqueeze(2) if len(self.group) == 1 else maps, self.dtype)  # [N, C, R, h, w]
         query, key, *value = maps.split(list(self.channels), 1)
         filters = (self.psi_k, self.beta_k, self.psi_v, self.beta_v)
-        out, _ = attend(
-            query, key, value[0] if value else key, *filters, self.kernel_size, self.num_heads, self.scale
-        )
+        features = (query, key, value[0] if value else key)
+        out, _ = attend(*features, filters, self.kernel_size, self.num_heads, self.scale)
         return self.output(cast(out.squeeze(2) if len(self.group) == 1 else out, x.dtype))

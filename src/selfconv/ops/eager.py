@@ -12,6 +12,8 @@ from torch import Tensor
 
 from selfconv.ops._call import Call, cast
 
+Filters = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # ψ^K, β^K, ψ^V, β^V
+
 
 def run(call: Call) -> Tensor:
     return run_with_attention(call)[0]
@@ -21,10 +23,8 @@ def run_with_attention(call: Call) -> tuple[Tensor, Tensor]:
     """The aggregated values [N, C_v, P, h, w] and the weights α [N, heads, P, k·k, h, w]."""
     dtype = call.compute_dtype
     filters = (*call.steered(call.psi_k, call.beta_k), *call.steered(call.psi_v, call.beta_v))
-    out, alpha = attend(
-        cast(call.query, dtype), cast(call.key, dtype), cast(call.value, dtype), *filters,
-        call.kernel_size, call.num_heads, call.scale,
-    )  # fmt: skip
+    features = (cast(call.query, dtype), cast(call.key, dtype), cast(call.value, dtype))
+    out, alpha = attend(*features, filters, call.kernel_size, call.num_heads, call.scale)
     return cast(out, call.value.dtype), alpha
 
 
@@ -32,15 +32,13 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    psi_k: Tensor | None,
-    beta_k: Tensor | None,
-    psi_v: Tensor | None,
-    beta_v: Tensor | None,
+    filters: Filters,
     kernel_size: int,
     num_heads: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """The operation on features [N, C, R, h, w] with filters that are steered, as ``affine_map`` has them."""
+    psi_k, beta_k, psi_v, beta_v = filters
     products = query.unsqueeze(3) * affine_map(key, psi_k, beta_k, kernel_size)  # [N, C_k, P, k·k, h, w]
     scores = products.unflatten(1, (num_heads, -1)).sum(2) * scale
     alpha = scores.softmax(3)  # [N, heads, P, k·k, h, w]

@@ -77,11 +77,8 @@ def joined(earlier: Results, later: Results) -> Results:
     """The later, and what it lacks, operation or networks, from an earlier one on the same machine."""
     if earlier.machine != later.machine:
         return later
-    if later.ops:
-        return replace(later, models=later.models or earlier.models)
-    return replace(
-        earlier, models=later.models or earlier.models
-    )  # GFLOP/s beside the product of their own run
+    base = later if later.ops else earlier  # GFLOP/s stand beside the matrix product of their own run
+    return replace(base, models=later.models or earlier.models)
 
 
 # ---- tables ----

@@ -128,6 +128,12 @@ def hooked() -> nn.Module:
     return nn.Sequential(layer)
 
 
+def hooked_norm() -> nn.Module:
+    model = tiny("resnet29")
+    model.stem.norm.register_forward_hook(lambda norm, inputs, output: output - 1)
+    return model
+
+
 def convolution_of_two_norms() -> nn.Module:
     model = tiny("resnet29")
     block: Any = model.get_submodule("stages.0.0")
@@ -157,11 +163,12 @@ def wrapped() -> nn.Module:
         Entropy,
         layer_used_twice,
         hooked,
+        hooked_norm,
         convolution_of_two_norms,
         parametrized,
         wrapped,
     ],
-    ids=["subclass", "layer", "asked", "twice", "hook", "shared", "parametrized", "wrapped"],
+    ids=["subclass", "layer", "asked", "twice", "hook", "hooked norm", "shared", "parametrized", "wrapped"],
 )
 def test_networks_of_others_are_exported_as_they_are(make: Callable[[], nn.Module]) -> None:
     model = make().eval()

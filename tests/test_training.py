@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -15,13 +17,13 @@ from hypothesis import strategies as st
 from tiny_runs import same_weights, tiny_config, tiny_data
 
 from selfconv.lab._memory import keep_memory
-from selfconv.lab._trainer import Trainer, rate
+from selfconv.lab._trainer import Trainer, parameter_groups, rate
 from selfconv.lab.config import RECIPES, Engine, Recipe, RunConfig, paper_recipe
 from selfconv.lab.data import load_data
 from selfconv.lab.errors import Diverged
 from selfconv.lab.runs import Run, open_data
 from selfconv.lab.training import make_accelerator, train
-from selfconv.models import ResNet
+from selfconv.models import ResNet, create_model
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,7 @@ def test_the_papers_recipe() -> None:
     recipe = RunConfig.of("cifar10", "resnet29").recipe
     assert recipe == Recipe(
         epochs=100, batch_size=128, lr=0.1, schedule="step", warmup=0.0, momentum=0.9, weight_decay=1e-4,
-        label_smoothing=0.0, clip=None, ema=None, flip=True, pad=2, rotate="none",
+        decay="all", label_smoothing=0.0, clip=None, ema=None, flip=True, pad=2, rotate="none", sizes=None,
     )  # fmt: skip
     rates = [rate(recipe, epoch, 0, 351) for epoch in range(100)]
     assert rates == pytest.approx([0.1] * 50 + [0.01] * 25 + [0.001] * 25)
@@ -84,10 +86,12 @@ def test_the_cosine_rises_then_falls_to_zero(epochs: int, steps: int, warmup: fl
         ({"ema": 1.0}, "ema: expected"),
         ({"weight_decay": -1.0}, "weight_decay: expected"),
         ({"clip": 0.0}, "clip: expected a number > 0; got 0.0"),
+        ({"sizes": ()}, "sizes: expected one or more sides ≥ 1; got []"),
+        ({"sizes": (20, 0)}, "sizes: expected one or more sides ≥ 1; got [20, 0]"),
     ],
 )
 def test_impossible_recipes(options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+    with pytest.raises(ValueError, match=re.escape(message)):
         Recipe(**options)
 
 
@@ -97,7 +101,7 @@ def test_impossible_recipes(options: dict, message: str) -> None:
 @pytest.mark.parametrize("recipe", list(RECIPES))
 def test_json_round_trip(recipe: str) -> None:
     config = RunConfig.of("cifar10", "p4resnet29_asc", recipe).replaced("model", widths=(8, 16, 32))
-    config = config.replaced("recipe", clip=1.0, epochs=7)
+    config = config.replaced("recipe", clip=1.0, epochs=7, sizes=(20, 24, 32))
     assert RunConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
 
 
@@ -141,6 +145,55 @@ def test_a_step_is_sgd_with_nesterov_momentum(data: Path) -> None:
                 p.sub_(0.05 * (g + 0.9 * v))
     for p, q in zip(trainer.network.parameters(), network.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("decay", ["all", "maps"])
+@pytest.mark.parametrize("model", ["resnet29_asc_se", "p4resnet29_simple_asc", "resnet29_sasa"])
+def test_what_weight_decay_acts_on(model: str, decay: Literal["all", "maps"]) -> None:
+    network = create_model(model, depth=11)
+    names = {parameter: name for name, parameter in network.named_parameters()}
+    recipe = Recipe(weight_decay=0.5, decay=decay)
+    decays = {
+        names[parameter]: group["weight_decay"]
+        for group in parameter_groups(network, recipe)
+        for parameter in group["params"]
+    }
+    assert decays.keys() == set(names.values())
+    for name, value in decays.items():
+        spared = re.search(r"psi|beta|b_in|norm|bias", name) is not None
+        assert value == (0.0 if spared and decay == "maps" else 0.5), name
+
+
+@given(st.integers(1, 40), st.integers(1, 8))
+def test_sizes_share_the_epochs_evenly(epochs: int, count: int) -> None:
+    recipe = Recipe(epochs=epochs, sizes=tuple(range(10, 10 + count)))
+    seen = [recipe.size_in(epoch) for epoch in range(epochs)]
+    assert seen == sorted(seen, key=lambda size: size or 0)
+    assert all(abs(seen.count(size) - epochs / count) < 1 for size in range(10, 10 + count))
+    assert Recipe(epochs=epochs).size_in(epochs - 1) is None
+
+
+def test_training_on_smaller_images_first(data: Path, tmp_path: Path) -> None:
+    """The network trains on the sides of the recipe, and is validated and tested on full size."""
+    seen: list[tuple[bool, int]] = []
+    forward = ResNet.forward
+
+    def note(self: ResNet, x: torch.Tensor) -> torch.Tensor:
+        if not x.is_meta:  # the check of the sizes before the run
+            seen.append((self.training, x.shape[-1]))
+        return forward(self, x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ResNet, "forward", note)
+        train(tiny_config(data, epochs=3, sizes=(4, 6, 8)), tmp_path / "run", quiet=True)
+    full = open_data(tiny_config(data)).size
+    assert list(dict.fromkeys(size for training, size in seen if training)) == [4, 6, 8]
+    assert {size for training, size in seen if not training} == {full}
+
+
+def test_a_size_that_the_network_cannot_take(data: Path) -> None:
+    with pytest.raises(ValueError, match=r"expected images .* of 4×4 or more; got shape .*2, 2"):
+        trainer_of(tiny_config(data, sizes=(2, 8)).replaced("model", name="resnet29_asc", num_heads=2))
 
 
 def test_accumulated_gradients_are_those_of_the_whole_batch(data: Path) -> None:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from selfconv.lab import checkpoints
 from selfconv.lab._distributed import sync_batch_norm
@@ -72,15 +73,27 @@ def rate(recipe: Recipe, epoch: int, step: int, steps: int) -> float:
     return recipe.lr * 0.5 * (1 + math.cos(math.pi * (done - recipe.warmup) / (1 - recipe.warmup)))
 
 
+def parameter_groups(network: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
+    """The parameters for an optimizer, those that decay first."""
+    decays: list[nn.Parameter] = []
+    rests: list[nn.Parameter] = []
+    for module in network.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            is_map = name in ("weight", "w_in", "w_out") and not isinstance(module, _BatchNorm)
+            (decays if recipe.decay == "all" or is_map else rests).append(parameter)
+    groups: list[dict[str, Any]] = [{"params": decays, "weight_decay": recipe.weight_decay}]
+    return groups + [{"params": rests, "weight_decay": 0.0}] * bool(rests)
+
+
 def build_model(config: RunConfig, info: DataInfo) -> ResNet:
     """The network of a run, from the current random state; raises ValueError if it cannot take the images."""
     model = create_model(
         config.model.name, len(info.class_names), info.in_channels, **config.model.overrides()
     )
+    shapeless = copy.deepcopy(model).to("meta").eval()
     with torch.no_grad():
-        copy.deepcopy(model).to("meta").eval()(
-            torch.empty(1, info.in_channels, info.size, info.size, device="meta")
-        )
+        for size in {info.size, *(config.recipe.sizes or ())}:
+            shapeless(torch.empty(1, info.in_channels, size, size, device="meta"))
     return model
 
 
@@ -96,11 +109,7 @@ class Trainer:
         if accelerator.num_processes > 1 and engine.sync_batch_norm:
             sync_batch_norm(self.network)
         optimizer = torch.optim.SGD(
-            self.network.parameters(),
-            lr=recipe.lr,
-            momentum=recipe.momentum,
-            nesterov=True,
-            weight_decay=recipe.weight_decay,
+            parameter_groups(self.network, recipe), lr=recipe.lr, momentum=recipe.momentum, nesterov=True
         )
         self.model, self.optimizer = accelerator.prepare(self.network, optimizer)
         self.mean_weights = self._weights(copied=True) if recipe.ema is not None else {}
@@ -129,8 +138,8 @@ class Trainer:
         """Moves the weights by a batch; returns the sum of its losses, of correct answers, and its images."""
         self.model.train()
         sums = torch.zeros(3, device=images.device)
-        group = self.optimizer.param_groups[0]
-        group["lr"] = rate(self.recipe, self.state.epoch, self.state.step, len(self.batches))
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate(self.recipe, self.state.epoch, self.state.step, len(self.batches))
         for x, y in zip(images.split(self.part), labels.split(self.part), strict=True):
             with self.accelerator.accumulate(self.model):
                 with self.accelerator.autocast():
@@ -234,7 +243,8 @@ class Trainer:
         for name, value in checkpoint.tensors("ema").items():
             self.mean_weights[name].copy_(value)
         buffers = checkpoint.tensors("optimizer")
-        for index, parameter in enumerate(self.optimizer.param_groups[0]["params"]):
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for index, parameter in enumerate(parameters):
             if str(index) in buffers:  # in the weight's memory format, so that sums round as they did
                 buffer = torch.empty_like(parameter).copy_(buffers[str(index)])
                 self.optimizer.state[parameter]["momentum_buffer"] = buffer

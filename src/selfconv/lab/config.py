@@ -80,7 +80,9 @@ class Recipe:
     momentum: float = 0.9
     """Nesterov momentum."""
     weight_decay: float = 1e-4
-    """Of all weights."""
+    """Factor of the L2 penalty."""
+    decay: Literal["all", "maps"] = "all"
+    """What decays: all parameters, or the weights of convolutions and linear maps (no ψ, β, norm, bias)."""
     label_smoothing: float = 0.0
     """Share of the target that is spread over all classes."""
     clip: float | None = None
@@ -93,6 +95,8 @@ class Recipe:
     """Crop images out of themselves padded by so many pixels."""
     rotate: Literal["none", "quarter", "any"] = "none"
     """Turn images at random, by quarter turns or any angle."""
+    sizes: tuple[int, ...] | None = None
+    """Sides to which training images are resized, each for an equal share of the epochs; None: full size."""
 
     def __post_init__(self) -> None:
         for name, least in (("epochs", 1), ("batch_size", 1), ("pad", 0)):
@@ -110,6 +114,12 @@ class Recipe:
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:
                 raise ValueError(f"{name}: expected 0 ≤ {name} < 1; got {value}")
+        if self.sizes is not None and (not self.sizes or min(self.sizes) < 1):
+            raise ValueError(f"sizes: expected one or more sides ≥ 1; got {list(self.sizes)}")
+
+    def size_in(self, epoch: int) -> int | None:
+        """The side of the training images in an epoch; None is their own."""
+        return None if self.sizes is None else self.sizes[epoch * len(self.sizes) // self.epochs]
 
 
 def paper_recipe(model: str = "resnet29") -> Recipe:
@@ -238,6 +248,8 @@ def _parse(kind: Any, value: Any, name: str) -> Any:
             return value
         raise ValueError(f"{name}: expected one of {', '.join(map(str, arguments))}; got {value!r}")
     if origin is tuple:
+        if isinstance(value, list) and arguments[-1] is Ellipsis:
+            return tuple(_parse(arguments[0], part, name) for part in value)
         if isinstance(value, list) and len(value) == len(arguments):
             return tuple(_parse(a, part, name) for a, part in zip(arguments, value, strict=True))
         raise ValueError(f"{name}: expected {len(arguments)} values; got {value!r}")

@@ -103,7 +103,8 @@ def _loop(trainer: Trainer, run: Run, config: RunConfig, stop: StopSignals, prog
     while state.epoch < epochs:
         began, seconds = time.monotonic(), state.seconds
         pending = torch.zeros(3, device=accelerator.device)
-        for images, labels in trainer.batches.epoch(state.epoch, state.step):
+        size = config.recipe.size_in(state.epoch)
+        for images, labels in trainer.batches.epoch(state.epoch, state.step, size=size):
             pending += trainer.step(images, labels)
             if state.step % every and state.step < steps:
                 continue

@@ -149,15 +149,17 @@ class Batches:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return self.epoch(0)
 
-    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of an epoch, from one of them on."""
+    def epoch(
+        self, epoch: int, start_step: int = 0, *, size: int | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of an epoch, from one of them on, their images resized to a side if one is given."""
         if epoch < 0 or not 0 <= start_step <= len(self):
             raise ValueError(
                 f"expected epoch ≥ 0 and 0 ≤ start_step ≤ {len(self)}; got {epoch} and {start_step}"
             )
-        return self._epoch(epoch, start_step)
+        return self._epoch(epoch, start_step, size)
 
-    def _epoch(self, epoch: int, start_step: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _epoch(self, epoch: int, start_step: int, size: int | None) -> Iterator[tuple[Tensor, Tensor]]:
         count, device = len(self.split), self.split.images.device
         state = np.random.SeedSequence([self.seed, epoch]).generate_state(1, np.uint64)
         generator = torch.Generator().manual_seed(int(state[0]))
@@ -166,12 +168,13 @@ class Batches:
         maps = self.augment.draw(count, generator) if self.augment is not None else None
         for step in range(start_step, len(self)):
             first = step * self.batch_size
-            size = min(self.batch_size, count - first)
-            own = slice(
-                first + size * self.rank // self.world_size, first + size * (self.rank + 1) // self.world_size
-            )
+            images_in_step = min(self.batch_size, count - first)
+            cuts = [first + images_in_step * rank // self.world_size for rank in (self.rank, self.rank + 1)]
+            own = slice(*cuts)
             index = order[own].to(device)
             images = normalise(self.split.images[index], self.mean, self.std)
             if maps is not None:
                 images = transform(images, *(value[own] for value in maps))
+            if size is not None and images.shape[-2:] != (size, size):
+                images = F.interpolate(images, (size, size), mode="bilinear", antialias=True)
             yield images, self.split.labels[index]

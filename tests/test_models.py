@@ -72,6 +72,7 @@ def counted_by_hand(name: str, classes: int) -> int:
         linear, window = width * width * order, 25 * width
         layer = {
             "": 9 * linear,
+            "pool": 9 * linear,
             "sasa": 3 * (linear + width) + 5 * width + linear,
             "simple_asc": (linear + width) + window * order + window + linear,
             "asc": 3 * (linear + width) + 2 * (window * order + window) + width * order + width + linear,
@@ -120,7 +121,7 @@ def test_the_documentation_tells_the_counts_we_have() -> None:
 
 def test_the_names() -> None:
     names = list_models()
-    assert len(names) == len(set(names)) == 32
+    assert len(names) == len(set(names)) == 36
     assert {n for n in names if "29" in n} >= set(STATED)
     assert {n.replace("29", "83") for n in STATED} <= set(names)
     assert {"p4resnet29_simple_asc", "p4resnet29_asc_se", "p4mresnet29", "p4mresnet29_asc"} <= set(names)

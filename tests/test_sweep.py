@@ -63,9 +63,9 @@ def files(folder: Path) -> dict[str, int]:
 def test_the_papers_plans() -> None:
     sizes = {name: (len(plan.lines), len(plan.trials)) for name in OUTLINES if (plan := make_plan(name))}
     assert sizes == {
-        "cifar10": (9, 72), "cifar100": (6, 48), "resnet83": (9, 9), "ablation-kernel": (6, 18),
+        "cifar10": (10, 80), "cifar100": (6, 48), "resnet83": (9, 9), "ablation-kernel": (6, 18),
         "ablation-heads": (6, 18), "ablation-filters": (6, 18), "ablation-psi": (4, 12),
-        "ablation-pool": (6, 18), "demo": (9, 27),
+        "ablation-pool": (6, 18), "demo": (10, 30),
     }  # fmt: skip
     for name in ("cifar10", "cifar100", "resnet83"):
         plan = make_plan(name)
@@ -121,11 +121,11 @@ def test_what_is_reduced_is_said() -> None:
         "5,000 of 45,000 training images",
         "1 epoch instead of 100",
         "1 run of each network instead of 8",
-        "3 of 9 lines",
+        "4 of 10 lines",
     )
     assert small.on("photos", 300, 99).reduced[0] == "photos instead of cifar10"
     assert Counter(t.config.model.name for t in small.trials) == {
-        "p4resnet29": 1, "p4resnet29_se": 1, "p4resnet29_asc": 1,
+        "p4resnet29": 1, "p4resnet29_se": 1, "p4resnet29_asc": 1, "p4resnet29_pool": 1,
     }  # fmt: skip
     whole = make_plan("cifar10", Budget(epochs=100, seeds=8))
     assert whole.on("cifar10", 45_000, 10_000).reduced == ()

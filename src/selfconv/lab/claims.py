@@ -24,12 +24,12 @@ class Outcome:
     name: str | None = None  # if it is not called as in the paper
 
 
-_PARTS = {"resnet": "ResNet", "se": "SE", "sasa": "SASA", "simple_asc": "Simple_ASC", "asc": "ASC"}
+_PARTS = {"pool": "pool", "se": "SE", "sasa": "SASA", "simple_asc": "Simple_ASC", "asc": "ASC"}
 
 
 def label(model: str) -> str:
     """The paper's name of a model: ``p4resnet29_asc_se`` is p4ResNet29+ASC+SE; others stay as they are."""
-    match = re.fullmatch(r"(p4m?)?resnet(\d+)(?:_(sasa|simple_asc|asc))?(?:_(se))?", model)
+    match = re.fullmatch(r"(p4m?)?resnet(\d+)(?:_(sasa|simple_asc|asc))?(?:_(pool))?(?:_(se))?", model)
     if match is None:
         return model
     group, depth, *layers = match.groups()

@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 INK, FAINT = "#24292f", "#8c959f"
 # Okabe and Ito's colours, told apart by everyone; the shape says the rest
 COLOURS = {"conv": "#0072B2", "sasa": "#CC79A7", "simple_asc": "#009E73", "asc": "#D55E00"}
-SHAPES = {"": "o", "se": "^", "p4": "s", "p4_se": "D", "p4m": "h", "p4m_se": "p"}
+SHAPES = {
+    "": "o", "se": "^",
+    "p4": "s", "p4_pool": "P", "p4_se": "D",
+    "p4m": "h", "p4m_pool": "*", "p4m_se": "p",
+}  # fmt: skip
 STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 8.5,
@@ -205,11 +209,11 @@ def curves_picture(name: str, group: Group) -> Picture | None:
 
 def _look(model: str) -> tuple[str, str]:
     """Colour by spatial layer, shape by group and squeeze and excite."""
-    match = re.fullmatch(r"(p4m?)?resnet\d+(?:_(sasa|simple_asc|asc))?(?:_(se))?", model)
+    match = re.fullmatch(r"(p4m?)?resnet\d+(?:_(sasa|simple_asc|asc))?(?:_(pool))?(?:_(se))?", model)
     if match is None:
         return INK, "X"
-    group, layer, se = match.groups()
-    return COLOURS[layer or "conv"], SHAPES["_".join(part for part in (group, se) if part)]
+    group, layer, pool, se = match.groups()
+    return COLOURS[layer or "conv"], SHAPES["_".join(part for part in (group, pool, se) if part)]
 
 
 def _point(axes: Axes, row: Row, y: float, sample: Sample, *, upright: bool, x: float = 0.0) -> None:

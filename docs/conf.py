@@ -32,6 +32,7 @@ napoleon_numpy_docstring = False
 # Every reference to something of ours must lead somewhere; types of other projects,
 # and private ones, are named, not linked.
 nitpicky = True
+suppress_warnings = ["ref.python"]  # the names of options, within Annotated, are taken for types
 nitpick_ignore_regex = [("py:.*", r"(?!selfconv\.).*|selfconv\..*\b_.*")]
 
 
@@ -56,5 +57,15 @@ def as_rst(_app: Any, _what: str, _name: str, _obj: Any, _options: Any, lines: l
         lines.append(line)
 
 
+def link_to_room(app: Any, env: Any, node: Any, text: Any) -> Any:
+    """A type is documented where it is public, ``selfconv.data.Dataset``, not in the file that defines it."""
+    parts = node.get("reftarget", "").split(".")
+    if len(parts) != 4 or parts[0] != "selfconv":
+        return None
+    public = ".".join([*parts[:2], parts[3]])
+    return env.domains["py"].resolve_xref(env, node["refdoc"], app.builder, "obj", public, node, text)
+
+
 def setup(app: Any) -> None:
+    app.connect("missing-reference", link_to_room)
     app.connect("autodoc-process-docstring", as_rst, priority=400)  # before napoleon

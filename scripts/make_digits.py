@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 from sklearn.datasets import load_digits
 
-import selfconv.lab.data
-from selfconv.lab.data._dataset import stratified
+import selfconv.data
+from selfconv.data.dataset import stratified
 
 digits = load_digits()
 images, labels = digits.images.astype(np.uint8), digits.target.astype(np.uint8)
 train, test = stratified(labels.astype(np.int64), 0.2, seed=0)
-out = Path(selfconv.lab.data.__file__).with_name("digits.npz")
+out = Path(selfconv.data.__file__).with_name("digits.npz")
 np.savez_compressed(
     out,
     x_train=images[train],

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from selfconv.lab.trained import Trained
+from selfconv.trained import Trained
 from selfconv.visualize import equivariance_view
 from selfconv.visualize._write import model_figures, predictions, save_png
 from selfconv.visualize.figures import equivariance_figure

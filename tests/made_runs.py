@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from selfconv.lab.config import RunConfig
+from selfconv.train import RunConfig
 
 MACHINE = {"system": "Linux-6.1", "cpu": "Example 3000", "cores": 2, "threads": 1, "device": "cpu"}
 VERSIONS = {"selfconv": "0.1.0", "python": "3.11.7", "torch": "2.13.0"}

@@ -12,19 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from selfconv.lab import bench
-from selfconv.lab.bench import (
-    BenchOptions,
-    ModelRow,
-    Results,
-    Row,
-    _measure,
-    _models,
-    _ops,
-    read_results,
-    run_bench,
-)
-from selfconv.lab.bench._report import joined, markdown, op_table, write_results
+from selfconv.bench import BenchOptions, ModelRow, Results, Row, read_results, run, run_bench
+from selfconv.bench import measure as _measure
+from selfconv.bench import models as _models
+from selfconv.bench import ops as _ops
+from selfconv.bench.report import joined, markdown, op_table, write_results
 from selfconv.models import create_model
 
 CPU = torch.device("cpu")
@@ -128,9 +120,9 @@ def test_unfolding_that_would_not_fit_is_not_run(monkeypatch: pytest.MonkeyPatch
 def test_a_run_from_options_to_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_ops, "compiled", lambda layer: layer)
     monkeypatch.setattr(_ops, "check", lambda kind, device: 0.0)
-    monkeypatch.setattr(bench, "STAGES", ((16, 4),))
-    monkeypatch.setattr(bench, "LARGE", ())
-    monkeypatch.setattr(bench, "keep_memory", lambda: True)
+    monkeypatch.setattr(run, "STAGES", ((16, 4),))
+    monkeypatch.setattr(run, "LARGE", ())
+    monkeypatch.setattr(run, "keep_memory", lambda: True)
     monkeypatch.setattr(_models, "create_model", partial(create_model, depth=11))
     models = ("resnet29", "resnet29_asc")
     options = BenchOptions(

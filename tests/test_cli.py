@@ -16,9 +16,9 @@ from PIL import Image
 from tiny_runs import OPTIONS, run_cli, selfconv, tiny_data
 
 from selfconv import __version__, cli
-from selfconv.lab.data import load_data
-from selfconv.lab.evaluate import evaluate_model
-from selfconv.lab.runs import Run
+from selfconv.data import load_data
+from selfconv.train import Run
+from selfconv.trained import evaluate_model, load_model
 
 
 def test_a_reader_that_has_seen_enough() -> None:
@@ -95,7 +95,7 @@ def test_evaluate(run: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_p4_network_keeps_its_accuracy_under_quarter_turns(run: Path, data: Path) -> None:
     opened = Run.open(run)
-    model, split = opened.load_model(), load_data(data).test
+    model, split = load_model(opened), load_data(data).test
     upright = evaluate_model(model, split, opened.data)
     turns = [upright.accuracy_under[name] for name in ("0°", "90°", "180°", "270°")]
     assert turns == [upright.accuracy] * 4
@@ -122,14 +122,14 @@ def test_predict(run: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("suffix", ["onnx", "pt2"])
 def test_export(plain: Path, data: Path, tmp_path: Path, suffix: str) -> None:
-    from selfconv.lab.data import normalise
+    from selfconv.data import normalise
 
     path = tmp_path / f"model.{suffix}"
     assert run_cli("export", plain, "--to", path) == 0
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
     opened = Run.open(plain)
     images = load_data(data).test.images[:7]
-    expected = opened.load_model()(normalise(images, opened.data.mean, opened.data.std)).detach()
+    expected = load_model(opened)(normalise(images, opened.data.mean, opened.data.std)).detach()
     pixels = images.float() / 255
     if suffix == "onnx":
         import onnxruntime

@@ -19,9 +19,8 @@ from cifar_files import TEN, cifar10_members, py2_pickle, write_archive
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfconv.lab.data import DataError, load_data
-from selfconv.lab.data import _cifar as cifar
-from selfconv.lab.data._unpickle import read_pickle
+from selfconv.data import DataError, cifar, load_data
+from selfconv.data.unpickle import read_pickle
 
 FOLDER = "cifar-10-batches-py"
 plain = st.recursive(

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from selfconv.lab.data import Augment, Batches, Split, load_data, normalise
-from selfconv.lab.data._batches import transform
+from selfconv.data import Augment, Batches, Split, load_data, normalise
+from selfconv.data.batches import transform
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.25, 0.2, 0.15)
 AUGMENTS = [

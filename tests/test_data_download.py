@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 from cifar_files import TEN, cifar10_members, write_archive
 
-from selfconv.lab.data import DataError, load_data
-from selfconv.lab.data import _cifar as cifar
-from selfconv.lab.data import _download as module
-from selfconv.lab.data._download import download
+from selfconv.data import DataError, cifar, load_data
+from selfconv.data import download as module
+from selfconv.data.download import download
 
 CONTENT = np.random.default_rng(0).integers(0, 256, 1_000_000, np.uint8).tobytes()
 MD5 = hashlib.md5(CONTENT).hexdigest()

@@ -11,8 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
-from selfconv.lab.data import DataError, load_data, read_image
-from selfconv.lab.data import _folder as folder_module
+from selfconv.data import DataError, load_data, read_image
+from selfconv.data import folder as folder_module
 
 
 def fails(match: str, source: Path, **options: Any) -> None:

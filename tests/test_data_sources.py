@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from selfconv.lab.data import DataError, Dataset, load_data
-from selfconv.lab.data._dataset import build, fit, stratified
-from selfconv.lab.data._digits import enlarge
+from selfconv.data import DataError, Dataset, fit, load_data
+from selfconv.data.dataset import build, stratified
+from selfconv.data.digits import enlarge
 
 
 def fails(match: str, source: Any, **options: Any) -> None:
@@ -144,7 +144,7 @@ class TestDigits:
         assert data.train.images.shape == (1294, 1, 24, 24)
 
     def test_attribution_is_shipped(self) -> None:
-        notice = (files("selfconv.lab.data") / "NOTICE.txt").read_text("utf-8")
+        notice = (files("selfconv.data") / "NOTICE.txt").read_text("utf-8")
         for part in (
             "Alpaydin",
             "Kaynak",

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from tiny_runs import tiny_config, tiny_data
 
 from selfconv import cli
+from selfconv.data import DataError
 from selfconv.explorer import _pictures as pictures
 from selfconv.explorer import _server, _uploads
 from selfconv.explorer._curves import curves
@@ -39,8 +40,7 @@ from selfconv.explorer._study import (
 )
 from selfconv.explorer._uploads import read_upload
 from selfconv.explorer._view import View
-from selfconv.lab.data import DataError
-from selfconv.lab.training import train
+from selfconv.train import train
 
 
 @pytest.fixture(scope="module")

@@ -25,15 +25,21 @@ import torch
 from numba import types
 from tiny_runs import OPTIONS, command, environment, same_weights, tiny_config, tiny_data
 
-from selfconv import cli
-from selfconv.lab import checkpoints, runs, training
-from selfconv.lab._trainer import Trainer
-from selfconv.lab.checkpoints import Checkpoint
-from selfconv.lab.config import RunConfig
-from selfconv.lab.errors import OutOfMemory, RunError, one_line
-from selfconv.lab.runs import Run
-from selfconv.lab.training import train
+from selfconv import _files, cli
+from selfconv._text import one_line
 from selfconv.ops import _backends, _native, affine_self_conv
+from selfconv.train import (
+    Checkpoint,
+    OutOfMemory,
+    Run,
+    RunConfig,
+    RunError,
+    Trainer,
+    checkpoints,
+    runs,
+    train,
+    training,
+)
 
 ROOT = Path(__file__).parents[1]
 
@@ -95,7 +101,7 @@ def wrapped(module: Any, name: str, when: Callable[..., bool], *, after: bool = 
 
 def half_a_checkpoint() -> None:
     """Half of the second checkpoint's bytes are on the disk."""
-    write = runs.write_atomically
+    write = _files.write_atomically
 
     def half(path: Path, content: bytes) -> None:
         if path.name.startswith("000002"):

@@ -18,8 +18,8 @@ from model_helpers import tiny
 from PIL import Image
 from tiny_runs import run_cli, tiny_config, tiny_data
 
-from selfconv.lab.training import train
 from selfconv.models import create_model
+from selfconv.train import train
 from selfconv.visualize import Inspection, equivariance_view, layer_filters
 from selfconv.visualize._draw import element_names
 from selfconv.visualize.figures import (

@@ -23,8 +23,8 @@ from PIL import Image
 from tiny_runs import tiny_config, tiny_data
 
 from selfconv import __version__
-from selfconv.lab.errors import EXTRAS
-from selfconv.lab.training import train
+from selfconv._extras import EXTRAS
+from selfconv.train import train
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "selfconv"
@@ -32,7 +32,7 @@ JUNK = [  # what work leaves behind; none of it may go into a distribution
     "src/selfconv/.DS_Store",
     "src/selfconv/notes.txt",
     "src/selfconv/__pycache__/cli.cpython-311.pyc",
-    "src/selfconv/lab/data/cifar-10-python.tar.gz",
+    "src/selfconv/data/cifar-10-python.tar.gz",
     "docs/_build/html/index.html",
     "tests/__pycache__/cases.cpython-311.pyc",
     "runs/a/model/model.safetensors",
@@ -87,12 +87,12 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         info = {name.split(".dist-info/")[1] for name in archive.namelist() if ".dist-info/" in name}
-        digits = archive.read("selfconv/lab/data/digits.npz")
+        digits = archive.read("selfconv/data/digits.npz")
     expected = {name for name in source_files(PACKAGE) if not name.endswith(".md")}
     assert names == {f"selfconv/{name}" for name in expected}
-    assert {"py.typed", "lab/data/digits.npz", "lab/data/NOTICE.txt"} <= expected
+    assert {"py.typed", "data/digits.npz", "data/NOTICE.txt"} <= expected
     assert digits == (PACKAGE / "lab" / "data" / "digits.npz").read_bytes()
-    assert {"licenses/LICENSE", "licenses/src/selfconv/lab/data/NOTICE.txt", "entry_points.txt"} <= info
+    assert {"licenses/LICENSE", "licenses/src/selfconv/data/NOTICE.txt", "entry_points.txt"} <= info
 
 
 def test_the_source_distribution_can_be_tested_and_built(built: Path) -> None:
@@ -112,7 +112,7 @@ def test_metadata(wheel: Path) -> None:
     found = metadata(wheel)
     assert found["Version"] == __version__
     assert found["License-Expression"] == "MIT AND CC-BY-4.0"  # the code, and the digits in the wheel
-    assert found.get_all("License-File") == ["LICENSE", "src/selfconv/lab/data/NOTICE.txt"]
+    assert found.get_all("License-File") == ["LICENSE", "src/selfconv/data/NOTICE.txt"]
     assert found["Requires-Python"] == ">=3.11"
     extras = {"app", "cluster", "dev", "docs", "onnx", "plot", "timm", "train", "triton"}
     assert {*found.get_all("Provides-Extra", [])} == extras

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from selfconv import cli
-from selfconv.lab.evaluate import logits
-from selfconv.lab.runs import RunError
-from selfconv.lab.trained import Trained
 from selfconv.models import ResNet, count_parameters, create_model, list_pretrained
 from selfconv.models.registry import WEIGHTS
+from selfconv.train import RunError
+from selfconv.trained import Trained, logits
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "visualize.md").read_text("utf-8")

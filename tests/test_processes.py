@@ -14,11 +14,8 @@ import torch
 from safetensors.torch import load_file
 from tiny_runs import OPTIONS, command, environment, tiny_config, tiny_data
 
-from selfconv.lab._trainer import Trainer
-from selfconv.lab.config import Engine, RunConfig
-from selfconv.lab.runs import Run, open_data
-from selfconv.lab.training import make_accelerator, train
 from selfconv.nn import GroupBatchNorm
+from selfconv.train import Engine, Run, RunConfig, Trainer, make_accelerator, open_data, train
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +120,7 @@ def norm_case(training: bool) -> tuple[torch.Tensor, GroupBatchNorm]:
 
 
 def norm_in_a_process(rank: int, folder: str, port: int, training: bool) -> None:
-    from selfconv.lab._distributed import sync_batch_norm
+    from selfconv.train.distributed import sync_batch_norm
 
     address = f"tcp://127.0.0.1:{port}"
     torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2)

@@ -17,7 +17,9 @@ from selfconv.ops import reference
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "selfconv"
 # each layer may import from those before it, and from itself
-LAYERS = ["_version", "groups", "ops", "nn", "testing", "models", "lab", "visualize", "explorer", "cli"]
+LEAVES = ["_version", "_extras", "_files", "_lazy", "_memory", "_text"]
+ROOMS = ["groups", "ops", "nn", "testing", "models", "data", "train", "trained", "study"]
+LAYERS = [*LEAVES, *ROOMS, "bench", "visualize", "explorer", "cli"]
 
 
 def layer_of(path: Path) -> str:
@@ -56,7 +58,7 @@ def test_import_loads_nothing_heavy() -> None:
 import sys
 import selfconv, selfconv.ops, selfconv.nn, selfconv.testing, selfconv.visualize
 print([m for m in {[*heavy, "rich", "huggingface_hub"]} if m in sys.modules])
-import selfconv.lab.data
+import selfconv.data
 print([m for m in {[*heavy, "rich", "huggingface_hub"]} if m in sys.modules])
 selfconv.create_model, selfconv.list_models, selfconv.model_info, selfconv.convert
 print([m for m in {heavy} if m in sys.modules])

@@ -22,12 +22,9 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 import ray
 from ray.cluster_utils import Cluster
 
-from selfconv.lab import sweep
-from selfconv.lab._board import read_result, results_table
-from selfconv.lab._ray import RayEngine
-from selfconv.lab.errors import Interrupted, PlanFailed
-from selfconv.lab.plans import Plan, Trial
-from selfconv.lab.sweep import LocalEngine, reproduce
+from selfconv.study import LocalEngine, Plan, PlanFailed, RayEngine, Trial, reproduce, sweep
+from selfconv.study.board import read_result, results_table
+from selfconv.train import Interrupted
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +109,7 @@ def test_a_node_dies_and_the_table_is_the_local_one(
     def note(board: object, trial: Trial, share: float, text: str) -> None:
         shares[trial.folder].append(share)
 
-    monkeypatch.setattr("selfconv.lab._board.Board.step", note)
+    monkeypatch.setattr("selfconv.study.board.Board.step", note)
     killer = threading.Thread(target=kill)
     killer.start()
     reproduce(made, out, RayEngine(), command="again")

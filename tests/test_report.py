@@ -19,13 +19,12 @@ from hypothesis import strategies as st
 from made_runs import make_plan, make_run
 
 from selfconv.cli import main
-from selfconv.lab import paper
-from selfconv.lab.claims import Outcome, Verdict, label, signed
-from selfconv.lab.report import write_report
-from selfconv.lab.report._read import read
-from selfconv.lab.report._summary import Group, Study, summarise
-from selfconv.lab.samples import Sample, difference, t_quantile
 from selfconv.models import count_parameters, create_model
+from selfconv.study import paper, write_report
+from selfconv.study.claims import Outcome, Verdict, label, signed
+from selfconv.study.report.read import read
+from selfconv.study.report.summary import Group, Study, summarise
+from selfconv.study.samples import Sample, difference, t_quantile
 
 # 4 runs on either side of 92.18, 0.318040 away: a sample deviation of 0.34
 EIGHT = [0.9218 + sign * 0.0034 * math.sqrt(7 / 8) for sign in (1, -1) * 4]
@@ -613,7 +612,7 @@ def test_labels_do_not_overlap(table: str, size: tuple[float, float], tmp_path: 
     from matplotlib.figure import Figure
     from matplotlib.text import Text
 
-    from selfconv.lab.report import _figures
+    from selfconv.study.report import figures as _figures
 
     for model, row in paper.TABLES[table].rows.items():
         make_run(tmp_path / model, model, row.accuracy.mean / 100, data=table, parameters=row.parameters)

@@ -19,11 +19,9 @@ import torch
 from safetensors.torch import load_file
 from tiny_runs import OPTIONS, command, environment, same_weights, tiny_config, tiny_data
 
-from selfconv.lab import checkpoints, runs
-from selfconv.lab.checkpoints import Checkpoint, random_states, set_random_states
-from selfconv.lab.errors import Interrupted, RunError
-from selfconv.lab.runs import Run, claim
-from selfconv.lab.training import train
+from selfconv.train import Checkpoint, Interrupted, Run, RunError, checkpoints, train
+from selfconv.train.checkpoints import random_states, set_random_states
+from selfconv.train.runs import claim
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +90,7 @@ class StopAt:
     """A trainer's step that is followed by a signal, as if a user had pressed Ctrl-C during it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, epoch: int, step: int) -> None:
-        from selfconv.lab._trainer import Trainer
+        from selfconv.train import Trainer
 
         original = Trainer.step
 
@@ -128,7 +126,7 @@ def test_a_stop_at_any_step_changes_nothing(
 def test_a_run_killed_after_its_last_epoch_still_gets_its_record(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from selfconv.lab import training
+    from selfconv.train import training
 
     config = tiny_config(data)
     train(config, tmp_path / "whole", quiet=True)
@@ -260,7 +258,7 @@ def test_a_full_disk_loses_no_checkpoint(tmp_path: Path, monkeypatch: pytest.Mon
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(runs.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(RunError, match=r"No space left on device.*; the earlier checkpoints are kept"):
         checkpoints.write(tmp_path, small(3, 3.0))
     monkeypatch.undo()
@@ -277,7 +275,7 @@ def test_a_disk_that_fills_up_during_a_run(data: Path, tmp_path: Path) -> None:
     program = f"""
 import sys
 from selfconv import cli
-from selfconv.lab import checkpoints
+from selfconv.train import checkpoints
 write = checkpoints.write
 def limited(folder, checkpoint):
     if checkpoint.state["epoch"] == 2:
@@ -308,7 +306,7 @@ def test_two_processes_cannot_write_one_run(data: Path, tmp_path: Path) -> None:
     program = """
 import sys
 from pathlib import Path
-from selfconv.lab.runs import Run, claim
+from selfconv.train.runs import Run, claim
 folder = Path(sys.argv[1])
 with claim(folder, Run(folder).config, resume=True):
     pass

@@ -25,15 +25,15 @@ from rich.console import Console
 from tiny_runs import run_cli, tiny_data
 
 from selfconv import cli
-from selfconv.lab._progress import Progress
-from selfconv.lab._text import JSON_LIMIT, shown
-from selfconv.lab.config import RunConfig
-from selfconv.lab.data import DataError, load_data, read_image
-from selfconv.lab.data import _npz as npz_module
-from selfconv.lab.errors import RunError
-from selfconv.lab.evaluate import Evaluation, confusion_figure, save_figure
-from selfconv.lab.runs import Run
+from selfconv._files import JSON_LIMIT
+from selfconv._text import shown
+from selfconv.data import DataError, load_data, read_image
+from selfconv.data import npz as npz_module
 from selfconv.models import ResNet
+from selfconv.train import Run, RunConfig, RunError
+from selfconv.train.progress import Progress
+from selfconv.trained import Evaluation, confusion_figure
+from selfconv.trained.evaluation import save_figure
 
 ROOT = Path(__file__).parents[1]
 

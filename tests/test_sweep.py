@@ -18,16 +18,14 @@ from filelock import FileLock
 from rich.console import Console
 from tiny_runs import command, environment, run_cli, same_weights, tiny_config, tiny_data
 
-from selfconv.lab import _board, sweep
-from selfconv.lab._board import Board, results_table, shown_time
-from selfconv.lab.config import paper_recipe
-from selfconv.lab.errors import Interrupted, PlanFailed
-from selfconv.lab.plans import OUTLINES, Budget, Plan, Trial, make_plan
-from selfconv.lab.runs import Run
-from selfconv.lab.sweep import LocalEngine, reproduce
-from selfconv.lab.training import train
+from selfconv._text import shown_time
 from selfconv.models import ResNetConfig
 from selfconv.models.registry import MODELS
+from selfconv.study import Budget, LocalEngine, Plan, PlanFailed, Trial, make_plan, reproduce, sweep
+from selfconv.study import board as _board
+from selfconv.study.board import Board, results_table
+from selfconv.study.plans import OUTLINES
+from selfconv.train import Interrupted, Run, paper_recipe, train
 
 SMALL = ["--epochs", "1", "--seeds", "1", "--models", "resnet29*asc"]
 
@@ -231,7 +229,7 @@ def test_failures_stop_nothing_else(
             raise MemoryError
         return train(config, *args, **options)
 
-    monkeypatch.setattr("selfconv.lab.training.train", scarce)
+    monkeypatch.setattr("selfconv.train.training.train", scarce)
     with pytest.raises(PlanFailed, match=r"2 of 4 runs failed: .*seed-0: the loss is nan.*; .*MemoryError"):
         reproduce(plan, tmp_path, LocalEngine(), command="again")
     assert "failed: the loss is nan" in capfd.readouterr().out

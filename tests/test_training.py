@@ -16,14 +16,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_runs import same_weights, tiny_config, tiny_data
 
-from selfconv.lab._memory import keep_memory
-from selfconv.lab._trainer import Trainer, parameter_groups, rate
-from selfconv.lab.config import RECIPES, Engine, Recipe, RunConfig, paper_recipe
-from selfconv.lab.data import load_data
-from selfconv.lab.errors import Diverged
-from selfconv.lab.runs import Run, open_data
-from selfconv.lab.training import make_accelerator, train
+from selfconv._memory import keep_memory
+from selfconv.data import load_data
 from selfconv.models import ResNet, create_model
+from selfconv.train import (
+    RECIPES,
+    Diverged,
+    Engine,
+    Recipe,
+    Run,
+    RunConfig,
+    Trainer,
+    make_accelerator,
+    open_data,
+    paper_recipe,
+    train,
+)
+from selfconv.train.trainer import parameter_groups, rate
+from selfconv.trained import load_model
 
 
 @pytest.fixture(scope="module")
@@ -309,7 +319,7 @@ def test_the_loss_falls(tmp_path: Path, data: Path) -> None:
 
 
 def test_a_convolutional_network_trained_upright_loses_its_accuracy_when_images_turn(tmp_path: Path) -> None:
-    from selfconv.lab.evaluate import evaluate_run
+    from selfconv.trained import evaluate_run
 
     config = RunConfig.of("digits", "resnet29").replaced("model", depth=11, widths=(8, 8, 8))
     record = train(config.replaced("recipe", epochs=4), tmp_path / "run", quiet=True)
@@ -322,7 +332,7 @@ def test_bf16(data: Path, tmp_path: Path) -> None:
     config = replace(tiny_config(data, "resnet29_asc", epochs=1), engine=Engine(precision="bf16"))
     record = train(config, tmp_path / "run", quiet=True)
     assert math.isfinite(record["test_loss"])
-    assert all(p.dtype == torch.float32 for p in Run.open(tmp_path / "run").load_model().parameters())
+    assert all(p.dtype == torch.float32 for p in load_model(Run.open(tmp_path / "run")).parameters())
 
 
 def test_without_validation_images(data: Path, tmp_path: Path) -> None:
@@ -348,7 +358,7 @@ def test_nan_stops_the_run_and_keeps_the_last_good_weights(
         train(tiny_config(data, epochs=2), tmp_path / "run", quiet=True)
     run = Run.open(tmp_path / "run")
     assert not run.finished
-    assert all(torch.isfinite(value).all() for value in run.load_model().state_dict().values())
+    assert all(torch.isfinite(value).all() for value in load_model(run).state_dict().values())
     monkeypatch.undo()
     train(tiny_config(data, epochs=2), tmp_path / "run", quiet=True, resume=True)
     assert same_weights(tmp_path / "good", tmp_path / "run")

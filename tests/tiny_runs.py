@@ -12,8 +12,8 @@ import numpy as np
 from safetensors.torch import load_file
 
 from selfconv import cli
-from selfconv.lab.config import DataOptions, ModelOptions, Recipe, RunConfig
-from selfconv.lab.data import load_data
+from selfconv.data import load_data
+from selfconv.train import DataOptions, ModelOptions, Recipe, RunConfig
 
 OPTIONS = ["--depth", "11", "--widths", "8", "8", "8", "--batch-size", "16", "--epochs", "3"]
 

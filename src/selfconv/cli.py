@@ -19,12 +19,21 @@ from typing import Annotated, Any, Literal
 import tyro
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
+from selfconv._extras import missing_extra, require
+from selfconv._text import one_line, shown
 from selfconv._version import __version__
-from selfconv.lab._text import shown
-from selfconv.lab.bench_options import BenchOptions
-from selfconv.lab.config import RECIPES, DataOptions, Engine, ModelOptions, Recipe, RunConfig
-from selfconv.lab.errors import RunStopped, is_out_of_memory, one_line, require
-from selfconv.lab.plans import Budget
+from selfconv.bench import BenchOptions
+from selfconv.study import Budget
+from selfconv.train import (
+    RECIPES,
+    DataOptions,
+    Engine,
+    ModelOptions,
+    Recipe,
+    RunConfig,
+    RunStopped,
+    is_out_of_memory,
+)
 
 BENCH, BUDGET = BenchOptions(), Budget()
 RunFolder = Annotated[Path, arg(metavar="RUN")]
@@ -39,8 +48,8 @@ def evaluate(run: Positional[RunFolder], /, *, json: bool = False) -> None:
         run: Folder of a run.
         json: Print JSON instead of tables.
     """
-    from selfconv.lab.evaluate import evaluate_run
-    from selfconv.lab.runs import Run
+    from selfconv.train import Run
+    from selfconv.trained import evaluate_run
 
     evaluation = evaluate_run(Run.open(run))
     if json:
@@ -63,8 +72,8 @@ def predict(
         images: Image files, folders of them, or quoted wildcards.
         json: Print JSON, with the probability of every class.
     """
-    from selfconv.lab.predict import predict as predict_images
-    from selfconv.lab.runs import Run
+    from selfconv.train import Run
+    from selfconv.trained import predict as predict_images
 
     if not images:
         raise ValueError("predict: expected at least one image, folder or wildcard; got none")
@@ -83,8 +92,8 @@ def export(run: Positional[RunFolder], /, *, to: Path) -> None:
         run: Folder of a run.
         to: File to write: …​.onnx or …​.pt2.
     """
-    from selfconv.lab.export import export_run
-    from selfconv.lab.runs import Run
+    from selfconv.train import Run
+    from selfconv.trained import export_run
 
     opened = Run.open(run)
     shape = export_run(opened, to)
@@ -127,14 +136,15 @@ def audit(
         group: To which group; by default the model's own.
         downsample: How convolutions halve a map, if not as the model is named.
     """
-    from selfconv.lab.runs import Run
     from selfconv.models import create_model
     from selfconv.testing import audit as audit_model
+    from selfconv.train import Run
+    from selfconv.trained import load_model
 
     if size < 1:
         raise ValueError(f"size: expected a positive number of pixels; got {size}")
     folder = Path(model)
-    network = Run.open(folder).load_model() if folder.is_dir() else create_model(model, downsample=downsample)
+    network = load_model(Run.open(folder)) if folder.is_dir() else create_model(model, downsample=downsample)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of sizes: the audit itself tells
         result = audit_model(network, size, group, in_channels=network.config["in_channels"])
@@ -145,7 +155,7 @@ def audit(
 
 def bench(options: BenchOptions = BENCH) -> None:
     """Measure speed and memory: the operation, its growth, and the networks, beside what they replace."""
-    from selfconv.lab.bench import run_bench
+    from selfconv.bench import run_bench
 
     run_bench(options)
 
@@ -170,7 +180,7 @@ def figures(
         pixel: Row and column in the layer's map; by default where the image changes most.
         head: By default one that chooses among the neighbours there.
     """
-    from selfconv.lab.trained import Trained
+    from selfconv.trained import Trained
     from selfconv.visualize._write import write_figures
 
     for path in write_figures(Trained.open(run), out, image=image, layer=layer, pixel=pixel, head=head):
@@ -189,7 +199,7 @@ def report(
         runs: Folders of runs, or folders that hold some at any depth.
         out: Folder for report.html, report.md and the figures.
     """
-    from selfconv.lab.report import write_report
+    from selfconv.study import write_report
 
     if not runs:
         raise ValueError("report: expected at least one folder of runs; got none")
@@ -223,10 +233,8 @@ def reproduce(
         gpus: GPUs for each run, with ray; by default none.
         dry_run: Print the plan with an estimate of the time it takes, and do nothing.
     """
-    from selfconv.lab._ray import RayEngine
-    from selfconv.lab.plans import make_plan
-    from selfconv.lab.sweep import LocalEngine
-    from selfconv.lab.sweep import reproduce as reproduce_plan
+    from selfconv.study import LocalEngine, RayEngine, make_plan
+    from selfconv.study import reproduce as reproduce_plan
 
     made = make_plan(plan, budget)
     where: LocalEngine | RayEngine = LocalEngine()
@@ -255,9 +263,8 @@ def demo(*, out: Path = Path("out/demo"), seeds: int | None = None, epochs: int 
         seeds: Runs of each network; by default 3.
         epochs: Of each run; by default 6.
     """
-    from selfconv.lab.plans import make_plan
-    from selfconv.lab.sweep import LocalEngine
-    from selfconv.lab.sweep import reproduce as reproduce_plan
+    from selfconv.study import LocalEngine, make_plan
+    from selfconv.study import reproduce as reproduce_plan
 
     given = {"seeds": seeds, "epochs": epochs, "out": None if out == Path("out/demo") else out}
     command = _command("demo", {name: value for name, value in given.items() if value is not None})
@@ -350,7 +357,7 @@ def _train_command(args: Sequence[str]) -> Callable[..., None]:
             resume: Go on with the run in that folder, with its options.
             config: Take the defaults of all options from the config.json of a run.
         """
-        from selfconv.lab.training import train as train_run
+        from selfconv.train import train as train_run
 
         run = RunConfig(model=model, data=data, recipe=training, engine=engine, seed=seed)
         train_run(run, out if out is not None else _default_out(run), resume=resume)
@@ -398,7 +405,9 @@ def main(args: Sequence[str] | None = None) -> None:
         _fail("interrupted", 130)
     except RunStopped as stopped:
         _fail(str(stopped), stopped.code)
-    except (ValueError, OSError, ModuleNotFoundError) as error:
+    except ModuleNotFoundError as error:
+        _fail(missing_extra(error) or one_line(error), 2)
+    except (ValueError, OSError) as error:
         _fail(one_line(error), 2)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):

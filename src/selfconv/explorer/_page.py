@@ -9,13 +9,13 @@ from typing import Any
 
 import gradio as gr
 
+from selfconv.data import DataError
 from selfconv.explorer import _pictures as pictures
 from selfconv.explorer._explained import EXPLANATIONS
 from selfconv.explorer._study import Image, Place, Study, turn_place, wrap
 from selfconv.explorer._style import CSS, SAMPLES_JS, STAGE_JS
 from selfconv.explorer._uploads import MAX_BYTES
 from selfconv.explorer._view import View
-from selfconv.lab.data import DataError
 
 # answered at once, not in gradio's queue, which looks every 50 ms for something to do
 QUIETLY: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}

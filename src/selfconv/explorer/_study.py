@@ -15,12 +15,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from selfconv.data import DataError, Dataset, fit, load_data
 from selfconv.groups import P4
-from selfconv.lab.data import DataError, Dataset, load_data
-from selfconv.lab.data._dataset import fit
-from selfconv.lab.trained import Trained
 from selfconv.models import list_pretrained
 from selfconv.testing import relative_error, transform
+from selfconv.trained import Trained
 from selfconv.visualize import Inspection
 
 Image = NDArray[np.uint8]  # [C, size, size]

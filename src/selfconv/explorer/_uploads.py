@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from selfconv.lab.data import DataError, read_image
-from selfconv.lab.data._images import require_pillow
+from selfconv.data import DataError, read_image, require_pillow
 
 MAX_BYTES = 16 * 2**20
 MAX_PIXELS = 40_000_000

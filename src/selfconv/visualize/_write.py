@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from selfconv.lab.trained import Trained
+from selfconv.trained import Trained
 from selfconv.visualize import figures
 from selfconv.visualize._draw import element_names
 from selfconv.visualize._equivariance import EquivarianceView, equivariance_view

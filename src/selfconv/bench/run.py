@@ -1,0 +1,95 @@
+"""What is measured, in which order, and what is done with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from selfconv._extras import require
+from selfconv._memory import keep_memory
+from selfconv.bench.measure import matmul_rate
+from selfconv.bench.models import ModelRow, measure_models
+from selfconv.bench.ops import KEPT, LARGE, STAGES, Row, measure_growth, measure_ops
+from selfconv.bench.options import PAIRS, BenchOptions
+from selfconv.bench.report import Results, joined, machine, print_tables, read_results, write_results
+
+
+def run_bench(options: BenchOptions) -> Results:
+    """Measures with progress, prints tables, and writes the folder if one was asked for."""
+    from rich.console import Console
+
+    console = Console()
+    _check(options)
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)  # before an hour's work, not after
+    earlier = _read_earlier(options.out)
+    device = torch.device(options.device)
+    before = torch.get_num_threads()
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    try:
+        with console.status("the machine's matrix product") as status:
+            results = Results(machine(device), matmul_rate(device), [], [])
+            for row in _rows(options, device):
+                (results.models if isinstance(row, ModelRow) else results.ops).append(row)  # type: ignore[arg-type]
+                status.update(_describe(row))
+                if not console.is_terminal:  # where a spinner would not show
+                    console.print(_describe(row), highlight=False, soft_wrap=True)
+    finally:
+        torch.set_num_threads(before)
+    if earlier is not None:
+        results = joined(earlier, results)
+    print_tables(results, console)
+    if options.out is not None:
+        write_results(results, options.out)
+        console.print(f"written to {options.out}", highlight=False)
+    return results
+
+
+def _read_earlier(out: Path | None) -> Results | None:
+    path = None if out is None else out / "bench.json"
+    return read_results(path) if path is not None and path.is_file() else None
+
+
+def _rows(options: BenchOptions, device: torch.device) -> Iterator[Row | ModelRow]:
+    seconds = min(options.seconds, 0.3) if options.quick else options.seconds
+    if "ops" in options.sections:
+        shapes = STAGES if options.quick else STAGES + LARGE
+        yield from measure_ops(options.batch, shapes, seconds, device)
+    if "growth" in options.sections and not options.quick:
+        yield from measure_growth(seconds, device)
+    kept = keep_memory()  # from here on, as the trainer does
+    if "ops" in options.sections and kept and device.type == "cpu" and not options.quick:
+        yield from measure_ops((max(options.batch),), STAGES, seconds, device, KEPT)
+    if "models" in options.sections:
+        names = ("resnet29", "resnet29_asc") if options.quick else options.models
+        yield from measure_models(names, options.model_batch, 16 * len(names) * seconds, device)
+
+
+def _describe(row: Row | ModelRow) -> str:
+    if isinstance(row, ModelRow):
+        return f"{row.model}, {row.direction}: {row.milliseconds:.0f} ms"
+    shown = "-" if row.milliseconds is None else f"{row.milliseconds:.2f} ms"
+    return f"{row.contender}, {row.channels} channels on {row.size}², batch {row.batch}: {shown}"
+
+
+def _check(options: BenchOptions) -> None:
+    if options.seconds <= 0 or options.model_batch < 1 or not options.batch or min(options.batch) < 1:
+        raise ValueError(
+            f"expected positive sizes and times; got seconds={options.seconds}, batch={options.batch}, "
+            f"model_batch={options.model_batch}"
+        )
+    if options.threads is not None and options.threads < 1:
+        raise ValueError(f"threads: expected an integer ≥ 1; got {options.threads}")
+    if options.out is not None:
+        require("matplotlib")  # now, not after an hour's work
+    unknown = [name for name in options.models if name not in PAIRS]
+    if unknown:
+        raise ValueError(f"models: expected some of {', '.join(PAIRS)}; got {', '.join(unknown)}")
+    try:
+        torch.zeros(1, device=options.device)
+    except (RuntimeError, AssertionError) as error:
+        first = str(error).splitlines()[0]
+        raise ValueError(f"device {options.device!r} cannot be used here: {first}") from None

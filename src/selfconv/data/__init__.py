@@ -1,0 +1,31 @@
+"""Images to train on, in memory: from the package, the network, a folder, or an ``.npz`` file.
+
+>>> data = load_data("digits")
+>>> data.num_classes, data.in_channels, data.size
+(10, 1, 16)
+>>> batches = Batches(data.train, 128, mean=data.mean, std=data.std, shuffle=True)
+>>> for images, labels in batches.epoch(0):
+...     ...
+"""
+
+from selfconv.data.batches import Augment, Batches, Rotation, normalise
+from selfconv.data.dataset import DataError, Dataset, Split, fit
+from selfconv.data.images import IMAGE_SUFFIXES, read_image, require_pillow
+from selfconv.data.info import DataInfo
+from selfconv.data.load import load_data
+
+__all__ = [
+    "IMAGE_SUFFIXES",
+    "Augment",
+    "Batches",
+    "DataError",
+    "DataInfo",
+    "Dataset",
+    "Rotation",
+    "Split",
+    "fit",
+    "load_data",
+    "normalise",
+    "read_image",
+    "require_pillow",
+]

@@ -1,0 +1,180 @@
+"""Batches of normalised, augmented images: whole-batch tensor operations on images that lie in memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from selfconv.data.dataset import Split
+
+Rotation = Literal["none", "quarter", "any"]
+
+
+@dataclass(frozen=True)
+class Augment:
+    """Random maps of the pixel grid: an image f becomes f(A p + t), with p measured from the centre.
+
+    Args:
+        flip: exchange left and right, for every other image.
+        pad: crop the original size out of the image zero-padded by so many pixels on each side: t is
+            uniform in {-pad, …, pad}². The paper's 32×32 out of 36×36 is ``pad=2``.
+        rotate: ``"quarter"`` turns by a random multiple of 90°, ``"any"`` by a uniform angle (bilinear).
+
+    Zero is a value of the *normalised* image, the mean colour, also where a rotation looks outside.
+    """
+
+    flip: bool = False
+    pad: int = 0
+    rotate: Rotation = "none"
+
+    def __post_init__(self) -> None:
+        if self.pad < 0:
+            raise ValueError(f"pad: expected a number of pixels ≥ 0; got {self.pad}")
+        if self.rotate not in get_args(Rotation):
+            raise ValueError(f"rotate: expected one of {', '.join(get_args(Rotation))}; got {self.rotate!r}")
+
+    def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """The maps for so many images: A ``[count, 2, 2]`` and t ``[count, 2]``, rows before columns."""
+        if self.rotate == "any":
+            angle = torch.rand(count, generator=generator) * math.tau
+            cos, sin = angle.cos(), angle.sin()
+        else:
+            turns = torch.randint(4, (count,), generator=generator) if self.rotate == "quarter" else 0
+            cos = torch.tensor([1.0, 0.0, -1.0, 0.0])[turns].expand(count)  # exact, unlike cos of π/2
+            sin = torch.tensor([0.0, 1.0, 0.0, -1.0])[turns].expand(count)
+        mirror = (
+            1.0 - 2.0 * torch.randint(2, (count,), generator=generator) if self.flip else torch.ones(count)
+        )
+        linear = torch.stack([cos, -sin * mirror, sin, cos * mirror], 1).view(count, 2, 2)
+        shift = torch.randint(-self.pad, self.pad + 1, (count, 2), generator=generator).float()
+        return linear, shift
+
+
+def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """uint8 ``[N, C, H, W]`` as float32, channels_last, less the mean, over the standard deviation."""
+    shape = (1, len(mean), 1, 1)
+    scale = torch.tensor([1 / (255 * s) for s in std], device=images.device).view(shape)
+    offset = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=images.device).view(shape)
+    return torch.addcmul(offset, images.contiguous(memory_format=torch.channels_last).float(), scale)
+
+
+def transform(images: Tensor, linear: Tensor, shift: Tensor) -> Tensor:
+    """Images ``[N, C, H, W]`` under maps of their grid; zero outside.
+
+    Exact where every map takes pixels to pixels (the entries of A are 0 and ±1), else bilinear.
+    """
+    exact = bool((linear == linear.round()).all())  # before they go to a device, which would have to wait
+    linear, shift = linear.to(images.device), shift.to(images.device)
+    count, channels, height, width = images.shape
+    rows = torch.arange(height, device=images.device) - (height - 1) / 2
+    columns = torch.arange(width, device=images.device) - (width - 1) / 2
+    across, along = linear[..., 0, None, None] * rows[:, None], linear[..., 1, None, None] * columns
+    source = across + along + shift[..., None, None]  # [N, 2, H, W], from the centre
+    if not exact:
+        grid = torch.stack([source[:, 1] * (2 / width), source[:, 0] * (2 / height)], -1)
+        return F.grid_sample(images, grid, align_corners=False).contiguous(memory_format=torch.channels_last)
+    row = (source[:, 0] + (height - 1) / 2).long()
+    column = (source[:, 1] + (width - 1) / 2).long()
+    outside = (row < 0) | (row >= height) | (column < 0) | (column >= width)
+    first = torch.arange(count, device=images.device)[:, None, None] * (height * width)
+    index = first + row.clamp_(0, height - 1) * width + column.clamp_(0, width - 1)
+    pixels = images.permute(0, 2, 3, 1).reshape(-1, channels)  # [N·H·W, C]
+    moved = pixels.index_select(0, index.view(-1)).view(count, height, width, channels)
+    return moved.masked_fill_(outside[..., None], 0).permute(0, 3, 1, 2)
+
+
+class Batches:
+    """Batches of a split: images float32 ``[N, C, H, W]``, channels_last, and labels int64 ``[N]``.
+
+    What an epoch holds depends on ``seed`` and the epoch's number alone, not on torch's global random
+    state, so a run that resumes in the middle of an epoch goes on with the same batches.
+
+    With several processes, ``batch_size`` is that of all together, and each takes its slice of the batch
+    that one process alone would get.
+
+    Args:
+        shuffle: in a new order each epoch, and only in full batches (of all images, should there be fewer
+            than ``batch_size``), which split evenly between processes. Else all images, in order; of the
+            last batch a process may then get none.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        batch_size: int,
+        *,
+        mean: Sequence[float],
+        std: Sequence[float],
+        augment: Augment | None = None,
+        shuffle: bool = False,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"expected 0 ≤ rank < world_size; got rank={rank}, world_size={world_size}")
+        if batch_size < 1 or batch_size % world_size:
+            raise ValueError(
+                f"batch_size: expected a positive multiple of world_size={world_size}; got {batch_size}"
+            )
+        if shuffle:
+            batch_size = min(batch_size, len(split) // world_size * world_size)
+            if batch_size == 0:
+                raise ValueError(
+                    f"expected an image for each of {world_size} processes; got {len(split)} images"
+                )
+        if (
+            augment is not None
+            and augment.rotate != "none"
+            and split.images.shape[2] != split.images.shape[3]
+        ):
+            raise ValueError(f"rotate: expected square images; got {list(split.images.shape)}")
+        self.split, self.batch_size = split, batch_size
+        self.mean, self.std, self.augment = mean, std, augment
+        self.shuffle, self.seed = shuffle, seed
+        self.rank, self.world_size = rank, world_size
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        count = len(self.split)
+        return count // self.batch_size if self.shuffle else math.ceil(count / self.batch_size)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self.epoch(0)
+
+    def epoch(
+        self, epoch: int, start_step: int = 0, *, size: int | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of an epoch, from one of them on, their images resized to a side if one is given."""
+        if epoch < 0 or not 0 <= start_step <= len(self):
+            raise ValueError(
+                f"expected epoch ≥ 0 and 0 ≤ start_step ≤ {len(self)}; got {epoch} and {start_step}"
+            )
+        return self._epoch(epoch, start_step, size)
+
+    def _epoch(self, epoch: int, start_step: int, size: int | None) -> Iterator[tuple[Tensor, Tensor]]:
+        count, device = len(self.split), self.split.images.device
+        state = np.random.SeedSequence([self.seed, epoch]).generate_state(1, np.uint64)
+        generator = torch.Generator().manual_seed(int(state[0]))
+        # everything random is drawn for the whole epoch, so that any step of any process can be cut out
+        order = torch.randperm(count, generator=generator) if self.shuffle else torch.arange(count)
+        maps = self.augment.draw(count, generator) if self.augment is not None else None
+        for step in range(start_step, len(self)):
+            first = step * self.batch_size
+            images_in_step = min(self.batch_size, count - first)
+            cuts = [first + images_in_step * rank // self.world_size for rank in (self.rank, self.rank + 1)]
+            own = slice(*cuts)
+            index = order[own].to(device)
+            images = normalise(self.split.images[index], self.mean, self.std)
+            if maps is not None:
+                images = transform(images, *(value[own] for value in maps))
+            if size is not None and images.shape[-2:] != (size, size):
+                images = F.interpolate(images, (size, size), mode="bilinear", antialias=True)
+            yield images, self.split.labels[index]

@@ -1,0 +1,31 @@
+"""A progress bar on stderr, where that is a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from selfconv._text import shown
+
+
+@contextmanager
+def progress(title: str, total: int, unit: Literal["bytes", "images"]) -> Iterator[Callable[[int], None]]:
+    """Yields a function that takes how much is done."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    counts = (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(),)
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), *counts, TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task(shown(title), total=total)
+        yield lambda done: bar.update(task, completed=done)

@@ -1,1 +1,0 @@
-"""Experiments: data, training, records."""

@@ -1,0 +1,34 @@
+"""From many runs to tables and verdicts: plans, the engines that run them, statistics, the report."""
+
+from typing import TYPE_CHECKING
+
+from selfconv._lazy import lazy
+from selfconv.study.plans import Budget, Plan, Trial, make_plan
+
+if TYPE_CHECKING:
+    from selfconv.study.board import Board
+    from selfconv.study.ray_engine import RayEngine
+    from selfconv.study.report import write_report
+    from selfconv.study.sweep import Engine, LocalEngine, PlanFailed, reproduce
+else:
+    __getattr__, __dir__ = lazy(
+        __name__,
+        board=["Board"],
+        ray_engine=["RayEngine"],
+        report=["write_report"],
+        sweep=["Engine", "LocalEngine", "PlanFailed", "reproduce"],
+    )
+
+__all__ = [
+    "Board",
+    "Budget",
+    "Engine",
+    "LocalEngine",
+    "Plan",
+    "PlanFailed",
+    "RayEngine",
+    "Trial",
+    "make_plan",
+    "reproduce",
+    "write_report",
+]

@@ -1,0 +1,84 @@
+"""How long a plan may take: from a few steps of each of its networks."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Sequence
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+
+from selfconv._memory import keep_memory
+from selfconv._text import shown_time
+from selfconv.study.plans import Plan, Trial, count
+from selfconv.train import RunConfig, Trainer, make_accelerator
+from selfconv.trained import VIEWS
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from selfconv.data import Dataset
+
+STEPS = 3  # after one that compiles and warms up
+
+
+def run_seconds(config: RunConfig, data: Dataset) -> float:
+    """Of a whole run: its epochs with their validation, the test, and the test images seen in every way."""
+    keep_memory()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = Trainer(config, data, make_accelerator(config.engine))
+        batch = next(iter(trainer.batches.epoch(0, 0)))
+        train = _median_seconds(lambda: trainer.step(*batch))
+        trainer.network.eval()
+        images = next(iter(trainer.test))[0]
+        with torch.inference_mode():
+            test = _median_seconds(lambda: trainer.network(images)) / len(images)
+    sizes = config.recipe.sizes or (data.size,)
+    train *= sum(size**2 for size in sizes) / (len(sizes) * data.size**2)
+    epoch = train * len(trainer.batches) + test * len(data.val)
+    return config.recipe.epochs * epoch + (1 + len(VIEWS)) * test * len(data.test)
+
+
+def _median_seconds(call: object) -> float:
+    assert callable(call)
+    call()
+    times = []
+    for _ in range(STEPS):
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return median(times)
+
+
+def plan_table(plan: Plan, pending: Sequence[Trial], data: Dataset) -> Table:
+    """The plan, line by line, with what is left of it and how long that may take here."""
+    from rich.table import Table
+
+    table = Table("network", "folder", title=f"Plan {plan.name}", title_justify="left")
+    for heading in ("epochs", "runs", "to do", "a run takes", "all to do"):
+        table.add_column(heading, justify="right")
+    total = 0.0
+    several = len({group for group, _ in plan.lines}) > 1
+    for (group, label), trials in plan.lines.items():
+        config = trials[0].config
+        left = sum(trial in pending for trial in trials)
+        seconds = run_seconds(config, data)
+        total += left * seconds
+        table.add_row(
+            f"{group}, {label}" if several else label,
+            trials[0].folder.partition("/")[0],
+            str(config.recipe.epochs),
+            str(len(trials)),
+            str(left),
+            shown_time(seconds),
+            shown_time(left * seconds),
+        )
+    table.caption = (
+        f"About {shown_time(total)} for {len(pending)} runs, one after another on this machine with "
+        f"{count(torch.get_num_threads(), 'thread')}; from {STEPS} steps of each network"
+    )
+    table.caption_justify = "left"
+    return table

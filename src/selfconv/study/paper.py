@@ -1,0 +1,226 @@
+"""What the paper reports: the rows of its result tables, and its claims as predicates over results.
+
+Accuracies are percentages on the test images, parameters are as printed, in thousands. Claims are put in our
+own words; each is judged by the same rule whether the numbers are the paper's or those of run records.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from selfconv.study.claims import (
+    TITLES,
+    Claim,
+    Outcome,
+    all_of,
+    fewest_parameters,
+    higher,
+    higher_than_all,
+    larger_gain,
+    no_gain,
+    parameters,
+    within_deviation,
+)
+from selfconv.study.samples import Sample
+
+RUNS = 8  # of each model in both tables
+TRAINING_IMAGES = 45_000  # of the 50,000; the other 5,000 validate
+TEST_IMAGES = 10_000
+
+
+@dataclass(frozen=True)
+class Table:
+    """A result table of the paper, or what stands in its place."""
+
+    title: str
+    data: str
+    depth: int
+    rows: Mapping[str, Outcome]  # by model
+    note: str
+
+
+def _row(accuracy: float, deviation: float, thousands: int) -> Outcome:
+    return Outcome(Sample(accuracy, deviation, RUNS), 1000 * thousands)
+
+
+TABLES: dict[str, Table] = {
+    "cifar10": Table(
+        title=TITLES["cifar10"],
+        data="cifar10",
+        depth=29,
+        rows={
+            "resnet29": _row(91.18, 0.34, 313),
+            "resnet29_se": _row(91.39, 0.15, 347),
+            "p4resnet29": _row(93.02, 0.16, 310),
+            "p4resnet29_se": _row(93.24, 0.17, 342),
+            "resnet29_sasa": _row(89.43, 0.40, 235),
+            "resnet29_simple_asc": _row(91.01, 0.24, 217),
+            "resnet29_asc": _row(91.24, 0.32, 268),
+            "resnet29_asc_se": _row(91.21, 0.11, 301),
+            "p4resnet29_asc": _row(93.03, 0.25, 272),
+        },
+        note="The paper prints 310k for p4ResNet29. Its own 321k for 100 classes means 309k for 10, since "
+        "the two differ by the 11,610 parameters of the classifier.",
+    ),
+    "cifar100": Table(
+        title=TITLES["cifar100"],
+        data="cifar100",
+        depth=29,
+        rows={
+            "resnet29": _row(68.34, 0.38, 336),
+            "resnet29_simple_asc": _row(68.40, 0.78, 240),
+            "resnet29_asc": _row(68.68, 0.77, 291),
+            "p4resnet29": _row(72.03, 0.46, 321),
+            "p4resnet29_se": _row(72.03, 0.45, 354),
+            "p4resnet29_asc": _row(72.71, 0.51, 283),
+        },
+        note="",
+    ),
+    "resnet83": Table(
+        title=TITLES["resnet83"],
+        data="cifar10",
+        depth=83,
+        rows={},
+        note="The paper shows ResNet83 in a figure only, from one run of each model, and prints no numbers: "
+        "there is nothing to compare with.",
+    ),
+}
+
+
+def table_of(data: str, model: str) -> str | None:
+    """The table that a model on a data set belongs to, whether or not the paper has a row for it."""
+    for name, table in TABLES.items():
+        if table.data == data and re.search(rf"resnet{table.depth}(_|$)", model):
+            return name
+    return None
+
+
+# ---- claims ----
+
+_CONV = ("resnet29", "resnet29_se", "p4resnet29", "p4resnet29_se")
+_ATTENTION = ("resnet29_sasa", "resnet29_simple_asc", "resnet29_asc", "resnet29_asc_se", "p4resnet29_asc")
+_TURNING = (("p4resnet29", "resnet29"), ("p4resnet29_se", "resnet29_se"), ("p4resnet29_asc", "resnet29_asc"))
+
+CLAIMS: tuple[Claim, ...] = (
+    Claim(
+        "cifar10",
+        "Every attention model has fewer parameters than every convolutional one.",
+        fewest_parameters("cifar10", _ATTENTION, _CONV),
+    ),
+    Claim(
+        "cifar10",
+        "Simple_ASC is within one standard deviation of the baseline with at least a quarter fewer "
+        "parameters (the paper says about 30%).",
+        all_of(
+            within_deviation("cifar10", "resnet29_simple_asc", "resnet29"),
+            parameters("cifar10", [("resnet29_simple_asc", "resnet29")], 0.75),
+        ),
+    ),
+    *(
+        Claim(
+            "cifar10",
+            f"{name} is within one standard deviation of the baseline or above it, with fewer parameters.",
+            all_of(
+                within_deviation("cifar10", model, "resnet29"),
+                parameters("cifar10", [(model, "resnet29")], 1.0, strict=True),
+            ),
+        )
+        for name, model in (("ASC", "resnet29_asc"), ("ASC with squeeze and excite", "resnet29_asc_se"))
+    ),
+    Claim(
+        "cifar10",
+        "Additive positions are not enough: SASA is lower than the baseline.",
+        higher("cifar10", "resnet29", "resnet29_sasa"),
+    ),
+    Claim(
+        "cifar10",
+        "Squeeze and excite makes the convolutional models slightly higher.",
+        all_of(
+            higher("cifar10", "resnet29_se", "resnet29"),
+            higher("cifar10", "p4resnet29_se", "p4resnet29"),
+        ),
+    ),
+    Claim(
+        "cifar10",
+        "Squeeze and excite is no gain for ASC.",
+        no_gain("cifar10", "resnet29_asc_se", "resnet29_asc"),
+    ),
+    Claim(
+        "cifar10",
+        "Each p4 model is higher than its planar counterpart, with at most 5% more parameters "
+        "(the paper says little to none).",
+        all_of(
+            *(higher("cifar10", *pair) for pair in _TURNING),
+            parameters("cifar10", _TURNING, 1.05),
+        ),
+    ),
+    Claim(
+        "cifar10",
+        "The three p4 models are higher than all others.",
+        higher_than_all(
+            "cifar10",
+            [turning for turning, _ in _TURNING],
+            [m for m in (*_CONV, *_ATTENTION) if not m.startswith("p4")],
+        ),
+    ),
+    Claim(
+        "cifar100",
+        "Simple_ASC and ASC are within one standard deviation of the baseline or above it, with fewer "
+        "parameters.",
+        all_of(
+            within_deviation("cifar100", "resnet29_simple_asc", "resnet29"),
+            within_deviation("cifar100", "resnet29_asc", "resnet29"),
+            parameters(
+                "cifar100",
+                [("resnet29_simple_asc", "resnet29"), ("resnet29_asc", "resnet29")],
+                1.0,
+                strict=True,
+            ),
+        ),
+    ),
+    Claim(
+        "cifar100",
+        "The p4 models are higher than their planar counterparts.",
+        all_of(
+            higher("cifar100", "p4resnet29", "resnet29"),
+            higher("cifar100", "p4resnet29_asc", "resnet29_asc"),
+        ),
+    ),
+    Claim(
+        "cifar100",
+        "p4 ASC is higher than the p4 convolution, with and without SE, and has the fewest parameters.",
+        all_of(
+            higher("cifar100", "p4resnet29_asc", "p4resnet29"),
+            higher("cifar100", "p4resnet29_asc", "p4resnet29_se"),
+            fewest_parameters("cifar100", ["p4resnet29_asc"], ["p4resnet29", "p4resnet29_se"]),
+        ),
+    ),
+    Claim(
+        "cifar100",
+        "The gains of ASC and of p4 are higher than on CIFAR-10, where each class has ten times the images.",
+        all_of(
+            *(
+                larger_gain(
+                    (("cifar100", model), ("cifar100", "resnet29")),
+                    (("cifar10", model), ("cifar10", "resnet29")),
+                )
+                for model in ("resnet29_asc", "p4resnet29")
+            )
+        ),
+    ),
+    Claim(
+        "resnet83",
+        "Attention, as SE or as ASC, gains more at depth 83 than at depth 29 (the paper says it might).",
+        all_of(
+            *(
+                larger_gain(
+                    (("resnet83", f"resnet83_{layer}"), ("resnet83", "resnet83")),
+                    (("cifar10", f"resnet29_{layer}"), ("cifar10", "resnet29")),
+                )
+                for layer in ("se", "asc")
+            )
+        ),
+    ),
+)

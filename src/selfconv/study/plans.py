@@ -1,0 +1,281 @@
+"""Plans: the runs that a study consists of, as data. ``selfconv reproduce PLAN`` makes them.
+
+A plan is a list of lines, each a network with a label, times seeds. Light to import (no torch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+from selfconv.study import paper
+from selfconv.study.claims import label
+from selfconv.train import DataOptions, ModelOptions, Recipe, RunConfig, fast_recipe, paper_recipe
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a plan: what to run, and where it stands in the study."""
+
+    config: RunConfig
+    label: str  # of its line
+    group: str  # of lines that are meant to be compared
+
+    @property
+    def folder(self) -> str:
+        """Its place in the plan's folder: ``resnet29_asc-kernel_size=3/seed-0``."""
+        model = self.config.model
+        changed = {key: value for key, value in model.overrides().items() if value is not None}
+        options = "".join(f"-{key}={_text(value)}" for key, value in changed.items())
+        return f"{model.name}{options}/seed-{self.config.seed}"
+
+    @property
+    def line(self) -> tuple[str, str]:
+        """What it has in common with the same network under other seeds."""
+        return self.group, self.label
+
+    def __str__(self) -> str:
+        return f"{self.label}, seed {self.config.seed}"
+
+
+def _text(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Trials in the order in which they run: every line with the first seed, then with the next, …"""
+
+    name: str
+    title: str
+    source: str  # the data that it is meant for
+    trials: tuple[Trial, ...]
+    reduced: tuple[str, ...] = ()  # in what it is less than what its name stands for, as plain sentences
+
+    @property
+    def data(self) -> DataOptions:
+        """The same for all trials."""
+        return self.trials[0].config.data
+
+    @property
+    def lines(self) -> dict[tuple[str, str], list[Trial]]:
+        found: dict[tuple[str, str], list[Trial]] = {}
+        for trial in self.trials:
+            found.setdefault(trial.line, []).append(trial)
+        return found
+
+    def on(self, data: str, train: int, test: int) -> Plan:
+        """The same, once it is known what the data set is called and how many images it has of each kind."""
+        reduced = list(self.reduced)
+        if self.data.subset is not None and self.data.subset < train:
+            reduced.insert(0, f"{self.data.subset:,} of {train:,} training images")
+        if data in ("cifar10", "cifar100"):
+            if test != paper.TEST_IMAGES:
+                reduced.insert(0, f"{test:,} test images instead of {paper.TEST_IMAGES:,}")
+            if train != paper.TRAINING_IMAGES:
+                reduced.insert(0, f"data of {train:,} training images instead of {paper.TRAINING_IMAGES:,}")
+        if data != self.source:
+            reduced.insert(0, f"{data} instead of {self.source}")
+        return replace(self, reduced=tuple(reduced))
+
+    def to_json(self, data: str) -> dict[str, Any]:
+        """What ``plan.json`` holds; ``data`` is the name of the data set."""
+        return {
+            "plan": self.name,
+            "title": self.title,
+            "data": data,
+            "reduced": list(self.reduced),
+            "trials": [
+                {"folder": t.folder, "model": t.config.model.name, "label": t.label, "group": t.group}
+                for t in self.trials
+            ],
+        }
+
+
+# ---- the plans ----
+
+
+@dataclass(frozen=True)
+class Line:
+    model: ModelOptions
+    label: str
+    group: str
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A plan before anyone has said how much of it to do."""
+
+    title: str
+    lines: Sequence[Line]
+    seeds: int
+    data: DataOptions = field(default_factory=lambda: DataOptions(source="cifar10"))
+    recipe: Mapping[str, Any] | None = None  # changes to the recipe for small data; None: the paper's recipe
+    whole: int | None = None  # runs of each network, of which ``seeds`` are a part; None: they are all
+    reduced: tuple[str, ...] = ()
+
+
+def _line_up(table: str, models: Sequence[str]) -> list[Line]:
+    return [Line(ModelOptions(name=model), label(model), table) for model in models]
+
+
+def _ablation(models: Sequence[str], option: str, values: Mapping[Any, str]) -> list[Line]:
+    return [
+        Line(ModelOptions(name=model, **{option: value}), text, label(model))
+        for model in models
+        for value, text in values.items()
+    ]
+
+
+def _small(model: str) -> Line:
+    """A network of the paper at a third of its depth and half of its width."""
+    width = 4 if model.startswith("p4") else 8
+    attention = "asc" in model or "sasa" in model
+    options = ModelOptions(
+        name=model, depth=11, widths=(width, 2 * width, 4 * width), num_heads=4 if attention else None
+    )
+    return Line(options, label(model.replace("29", "11")), "digits")
+
+
+PAPER_MODELS = tuple(paper.TABLES["cifar10"].rows)
+# the p4 convolution as exact as p4 attention is: the baseline that p4 ASC has to beat
+FAIR_BASELINE = "p4resnet29_pool"
+ASC_MODELS = ("resnet29_asc", "p4resnet29_asc")
+DEMO_MODELS = (
+    "resnet29", "resnet29_se", "resnet29_sasa", "resnet29_simple_asc", "resnet29_asc",
+    "p4resnet29", FAIR_BASELINE, "p4resnet29_se", "p4resnet29_simple_asc", "p4resnet29_asc",
+)  # fmt: skip
+
+OUTLINES: dict[str, Outline] = {
+    "cifar10": Outline("CIFAR-10, ResNet29", _line_up("cifar10", (*PAPER_MODELS, FAIR_BASELINE)), paper.RUNS),
+    "cifar100": Outline(
+        "CIFAR-100, ResNet29",
+        _line_up("cifar100", tuple(paper.TABLES["cifar100"].rows)),
+        paper.RUNS,
+        DataOptions(source="cifar100"),
+    ),
+    # the paper's figure has no table, so which of the nine it shows is not known
+    "resnet83": Outline(
+        "CIFAR-10, ResNet83",
+        _line_up("resnet83", [model.replace("29", "83") for model in PAPER_MODELS]),
+        1,
+    ),
+    "ablation-kernel": Outline(
+        "Size of the window",
+        _ablation(ASC_MODELS, "kernel_size", {k: f"{k}×{k}" for k in (3, 5, 7)}),
+        3,
+    ),
+    "ablation-heads": Outline(
+        "Heads of attention",
+        _ablation(ASC_MODELS, "num_heads", {1: "1 head", 4: "4 heads", 8: "8 heads"}),
+        3,
+    ),
+    "ablation-filters": Outline(
+        "Parts of the affine maps",
+        _ablation(ASC_MODELS, "affine", {"psi": "ψ only", "beta": "β only", "both": "ψ and β"}),
+        3,
+    ),
+    "ablation-psi": Outline(
+        "ψ per channel or dense",
+        _ablation(ASC_MODELS, "psi", {"channel": "ψ per channel", "dense": "ψ dense"}),
+        3,
+    ),
+    "ablation-pool": Outline(
+        "Pooling over the group",
+        _ablation(
+            ("p4resnet29", "p4resnet29_asc"),
+            "pool",
+            {"mean": "mean", "group_max": "maximum over the group", "max": "maximum over space and group"},
+        ),
+        3,
+    ),
+    "demo": Outline(
+        "The paper's line-up in small, on digits",
+        [_small(model) for model in DEMO_MODELS],
+        3,
+        DataOptions(source="digits", image_size=8),
+        {"epochs": 6, "warmup": 0.1},
+        paper.RUNS,
+        (
+            "handwritten digits of 8×8 pixels instead of CIFAR-10",
+            "depth 11 instead of 29, half the width, 4 heads instead of 8",
+        ),
+    ),
+}
+
+
+# ---- how much of a plan ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """How much of a plan to do. None: as the plan has it."""
+
+    epochs: int | None = None
+    """Epochs of each run; the schedule scales with them."""
+    seeds: int | None = None
+    """Runs of each network: seeds 0, 1, …"""
+    subset: int | None = None
+    """Train on so many of the training images."""
+    data: str | None = None
+    """Another data set, or the same in a file: a name, a folder of images, or an .npz file."""
+    models: str = "*"
+    """Wildcard for the names of the networks."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "seeds", "subset"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: expected an integer ≥ 1; got {value}")
+
+
+def make_plan(name: str, budget: Budget | None = None) -> Plan:
+    """A plan by name, as much of it as the budget allows.
+
+    Raises:
+        ValueError: there is no such plan, or the budget leaves nothing of it.
+    """
+    if name not in OUTLINES:
+        near = get_close_matches(name, OUTLINES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"unknown plan {name!r}: expected one of {', '.join(OUTLINES)}{hint}")
+    budget = Budget() if budget is None else budget
+    outline = OUTLINES[name]
+    lines = [line for line in outline.lines if fnmatchcase(line.model.name, budget.models)]
+    if not lines:
+        known = ", ".join(dict.fromkeys(line.model.name for line in outline.lines))
+        raise ValueError(f"models: no network of the plan {name!r} matches {budget.models!r}; it has {known}")
+    data = replace(outline.data, subset=budget.subset)
+    if budget.data is not None:
+        data = replace(data, source=budget.data, image_size=None)
+    seeds = outline.seeds if budget.seeds is None else budget.seeds
+    trials = []
+    for seed in range(seeds):
+        for line in lines:
+            recipe = _recipe(outline, line.model.name, data.source)
+            recipe = recipe if budget.epochs is None else replace(recipe, epochs=budget.epochs)
+            config = RunConfig(model=line.model, data=data, recipe=recipe, seed=seed)
+            trials.append(Trial(config, line.label, line.group))
+    whole = outline.seeds if outline.whole is None else outline.whole
+    epochs = [(t.config.recipe.epochs, paper_recipe(t.config.model.name).epochs) for t in trials]
+    reduced = [
+        *outline.reduced,
+        *(f"{count(ours, 'epoch')} instead of {papers}" for ours, papers in epochs if ours < papers),
+        *([f"{count(seeds, 'run')} of each network instead of {whole}"] * (seeds < whole)),
+        *([f"{len(lines)} of {len(outline.lines)} lines"] * (len(lines) < len(outline.lines))),
+    ]
+    return Plan(name, outline.title, outline.data.source, tuple(trials), tuple(dict.fromkeys(reduced)))
+
+
+def _recipe(outline: Outline, model: str, source: str) -> Recipe:
+    """The paper's, except for the digits, which must not be flipped."""
+    if outline.recipe is not None:
+        return replace(fast_recipe(model), **outline.recipe)
+    return fast_recipe(model) if source == "digits" else paper_recipe(model)
+
+
+def count(number: int, word: str) -> str:
+    return f"{number:,} {word}" + "s" * (number != 1)

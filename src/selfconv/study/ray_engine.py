@@ -1,0 +1,171 @@
+"""Trials as tasks of Ray, on one machine or many that share a file system.
+
+A task is a trial with its processors. When its worker or node dies, Ray starts it again elsewhere, and it
+goes on from the trial's last checkpoint, which is all that a run needs. The driver learns from the trials'
+folders how they go.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from selfconv._files import write_json
+from selfconv._text import one_line
+from selfconv.study.board import Board
+from selfconv.study.plans import Trial
+from selfconv.study.sweep import FAILED, attempt, finished
+from selfconv.train import Interrupted, RunConfig, StopSignals
+
+RETRIES = 5  # of a trial whose worker or node died
+PATIENCE = 120.0  # seconds for a dead node's process to let go of a run, or for runs to save themselves
+POLL = 0.5
+
+
+class RayEngine:
+    """Tasks on the cluster at an address; without one, on this machine.
+
+    Args:
+        cpus: of each trial; it computes with as many threads.
+        gpus: of each trial; a fraction shares one.
+    """
+
+    def __init__(self, address: str | None = None, cpus: int = 1, gpus: float = 0.0) -> None:
+        if cpus < 1:
+            raise ValueError(f"cpus: expected an integer ≥ 1; got {cpus}")
+        if not 0 <= gpus < float("inf"):
+            raise ValueError(f"gpus: expected a number ≥ 0; got {gpus}")
+        self.address, self.cpus, self.gpus = address, cpus, gpus
+        self._connection = ExitStack()
+
+    def __enter__(self) -> RayEngine:
+        self._ray = self._connection.enter_context(_connected(self.address))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+
+    def run(self, trials: Sequence[Trial], out: Path, board: Board) -> dict[str, str]:
+        ray = self._ray
+        with StopSignals() as stop:
+            task = ray.remote(
+                num_cpus=self.cpus, num_gpus=self.gpus, max_retries=RETRIES, retry_exceptions=[Interrupted]
+            )(_task)
+            where = out.resolve()
+            waiting = {
+                task.options(name=trial.folder).remote(
+                    trial.config.to_json(), str(where / trial.folder), os.getcwd(), self.cpus
+                ): trial
+                for trial in trials
+            }
+            followed = {trial.folder: _Followed(trial, where / trial.folder) for trial in trials}
+            failures: dict[str, str] = {}
+            while waiting:
+                done, _ = ray.wait(list(waiting), timeout=POLL)
+                for reference in done:
+                    trial = waiting.pop(reference)
+                    reason = _outcome(ray, reference, where / trial.folder)
+                    board.end(trial, reason)
+                    if reason is not None:
+                        failures[trial.folder] = reason
+                for trial in waiting.values():
+                    followed[trial.folder].tell(board)
+                if stop.number:
+                    _cancel(ray, list(waiting))
+                    raise Interrupted("stopped", stop.number)
+            return failures
+
+
+def _task(config: dict[str, Any], folder: str, cwd: str, threads: int) -> str | None:
+    """A trial, in a worker. With the same number of threads it ends with the same bits as anywhere else."""
+    import torch
+
+    if Path(cwd).is_dir():  # data may have been given relative to it
+        os.chdir(cwd)
+    torch.set_num_threads(threads)
+    return attempt(RunConfig.from_json(config), Path(folder), patience=PATIENCE)
+
+
+def _outcome(ray: Any, reference: Any, folder: Path) -> str | None:
+    """None, or why a trial failed: its own reason, or that its workers died too often."""
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayError as error:
+        if finished(folder):  # died after its work was done
+            return None
+        cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+        reason = f"{type(error).__name__}: {one_line(cause)}"
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / FAILED, {"error": reason})
+        return reason
+
+
+def _cancel(ray: Any, references: list[Any]) -> None:
+    """Lets running trials save themselves, and the others not begin."""
+    for reference in references:
+        ray.cancel(reference, recursive=False)
+    ray.wait(references, num_returns=len(references), timeout=PATIENCE)
+
+
+class _Followed:
+    """A trial seen through its folder: it runs once its journal has changed."""
+
+    def __init__(self, trial: Trial, folder: Path) -> None:
+        self._trial, self._path = trial, folder / "metrics.jsonl"
+        self._before = self._changed()
+
+    def _changed(self) -> int | None:
+        try:
+            return self._path.stat().st_mtime_ns
+        except OSError:
+            return None
+
+    def tell(self, board: Board) -> None:
+        changed = self._changed()
+        if changed in (None, self._before):
+            return
+        epochs = self._trial.config.recipe.epochs
+        try:
+            lines = self._path.read_text("utf-8").splitlines()
+            last = json.loads(lines[-1]) if lines else None
+        except (OSError, ValueError):  # as it is being written
+            return
+        text = f"epoch 1/{epochs}"
+        if last is not None:
+            text = (
+                f"epoch {min(last['epoch'] + 1, epochs)}/{epochs}  loss {last['train_loss']:.3f}  "
+                f"accuracy {last['train_accuracy']:.1%}  {last['images_per_second']:.0f} images/s"
+            )
+        board.step(self._trial, len(lines) / epochs, text)
+
+
+@contextmanager
+def _connected(address: str | None) -> Iterator[Any]:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"--engine ray needs {error.name}: pip install 'selfconv[cluster]'", name=error.name
+        ) from None
+    if ray.is_initialized():
+        yield ray
+        return
+    try:
+        ray.init(
+            address,
+            include_dashboard=None if address else False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ValueError(f"address: cannot connect to Ray at {address!r} ({one_line(error)})") from None
+    try:
+        yield ray
+    finally:
+        ray.shutdown()

@@ -1,0 +1,80 @@
+"""``selfconv report``: from the records of runs to tables beside the paper's, figures and verdicts.
+
+The same records give the same bytes: no dates, no places on this machine, no order of arguments.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from selfconv._files import write_atomically
+from selfconv.study.report.figures import (
+    ablation_picture,
+    accuracy_picture,
+    curves_picture,
+    require_matplotlib,
+)
+from selfconv.study.report.page import Part, html, markdown, pictures_of
+from selfconv.study.report.read import read
+from selfconv.study.report.summary import Study, summarise
+
+__all__ = ["write_report"]
+
+FIGURES = "figures"
+
+
+def write_report(folders: Sequence[Path], out: Path) -> list[Path]:
+    """Writes a report on all runs in some folders.
+
+    Args:
+        folders: of runs, or folders with runs at any depth; a ``plan.json`` among them says how they belong
+            together. Runs that have not finished, or cannot be read, are listed in the report.
+        out: folder for ``report.html``, ``report.md`` and ``figures/``.
+
+    Returns:
+        The files written: the HTML, the Markdown, then the figures.
+
+    Raises:
+        ValueError: there is no such folder, or no run in it that has finished; nothing has been written.
+    """
+    require_matplotlib()
+    found = read(folders)
+    if found.problems:
+        warnings.warn(f"{len(found.problems)} folders left out; the report says why", stacklevel=2)
+    names: set[str] = set()
+    parts = [_part(study, names) for study in summarise(found)]
+    files = {
+        out / "report.html": html(parts, found.problems).encode(),
+        out / "report.md": markdown(parts, found.problems, FIGURES).encode(),
+    }
+    for picture in pictures_of(parts):
+        files[out / FIGURES / f"{picture.name}.svg"] = picture.svg
+        files[out / FIGURES / f"{picture.name}.png"] = picture.png
+    (out / FIGURES).mkdir(parents=True, exist_ok=True)
+    for path, content in files.items():
+        write_atomically(path, content)
+    return list(files)
+
+
+def _part(study: Study, names: set[str]) -> Part:
+    ablation = len(study.groups) > 1 and not any(group.line_up for group in study.groups)
+    overview = ablation_picture(_name(names, "accuracy", study.title), study) if ablation else None
+    pictures = {}
+    for group in study.groups:
+        found = [] if ablation else [accuracy_picture(_name(names, "accuracy", group.title), group)]
+        curves = curves_picture(_name(names, "curves", group.title), group)
+        pictures[group.title] = [*found, *([curves] if curves is not None else [])]
+    return Part(study, overview, pictures)
+
+
+def _name(names: set[str], *parts: str) -> str:
+    """A file name that is safe anywhere, and new."""
+    base = re.sub(r"[^a-z0-9]+", "-", " ".join(parts).lower()).strip("-")[:60]
+    name, number = base, 2
+    while name in names:
+        name, number = f"{base}-{number}", number + 1
+    names.add(name)
+    return name

@@ -1,0 +1,242 @@
+"""From trials to what a report says: rows with means and differences, what was reduced, verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from selfconv.study import paper
+from selfconv.study.claims import TITLES, Claim, Finding, Outcome, label
+from selfconv.study.report.read import Found, Trial
+from selfconv.study.samples import Difference, Sample, difference
+from selfconv.train import RunConfig, paper_recipe
+
+Options = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a table: a model's runs beside the paper's, either of which may be missing."""
+
+    label: str
+    model: str
+    trials: tuple[Trial, ...]
+    table: str | None  # of the paper, if this is one of its networks on its data
+
+    @property
+    def paper(self) -> Outcome | None:
+        return None if self.table is None else paper.TABLES[self.table].rows.get(self.model)
+
+    @property
+    def accuracy(self) -> Sample | None:
+        return _sample(t.accuracy for t in self.trials)
+
+    @property
+    def turned(self) -> Sample | None:
+        return _sample(t.turned for t in self.trials)
+
+    @property
+    def images_per_second(self) -> Sample | None:
+        return _sample(t.images_per_second for t in self.trials)
+
+    @property
+    def equivariance_error(self) -> float | None:
+        """The largest of all runs."""
+        return max((e for t in self.trials if (e := t.equivariance_error) is not None), default=None)
+
+    @property
+    def parameters(self) -> int | None:
+        return self.trials[0].parameters if self.trials else None
+
+    @property
+    def difference(self) -> Difference | None:
+        """Ours minus the paper's."""
+        if self.accuracy is None or self.paper is None:
+            return None
+        return difference([self.accuracy], [self.paper.accuracy])
+
+    @property
+    def outcome(self) -> Outcome | None:
+        if self.accuracy is None or self.parameters is None:
+            return None
+        return Outcome(self.accuracy, self.parameters, self.label)
+
+
+def _sample(values: Iterable[float | None]) -> Sample | None:
+    known = [value for value in values if value is not None]
+    return Sample.of(known) if known else None
+
+
+@dataclass(frozen=True)
+class Judged:
+    claim: Claim
+    ours: Finding
+    papers: Finding  # the same rule on the paper's own numbers
+
+
+@dataclass(frozen=True)
+class Group:
+    """A table: rows that are meant to be compared."""
+
+    title: str
+    rows: tuple[Row, ...]
+    shared: Options  # what all of its runs have and no run has by default
+    table: str | None  # of the paper, if all rows are its networks on its data
+    judged: tuple[Judged, ...] = ()
+
+    @property
+    def trials(self) -> list[Trial]:
+        return [trial for row in self.rows for trial in row.trials]
+
+    @property
+    def outcomes(self) -> dict[str, Outcome]:
+        """By model, without those that occur in several rows."""
+        models = [row.model for row in self.rows if row.trials]
+        found = {row.model: row.outcome for row in self.rows if models.count(row.model) == 1}
+        return {model: outcome for model, outcome in found.items() if outcome is not None}
+
+    @property
+    def line_up(self) -> bool:
+        """Whether its rows are different models, to which claims about models apply."""
+        return len(self.outcomes) == sum(bool(row.trials) for row in self.rows) > 1
+
+
+@dataclass(frozen=True)
+class Study:
+    """The runs of a plan, or those on one data set that no plan knows."""
+
+    title: str
+    data: str
+    groups: tuple[Group, ...]
+    reduced: tuple[str, ...]
+
+    @property
+    def trials(self) -> list[Trial]:
+        return [trial for group in self.groups for trial in group.trials]
+
+
+def summarise(found: Found) -> list[Study]:
+    """The studies, the paper's tables first and in its order."""
+    studies = []
+    for name, trials in _parts(sorted(found.trials, key=_order), lambda t: t.place.study).items():
+        groups = tuple(_group(title, part) for title, part in _parts(trials, lambda t: t.place.group).items())
+        reduced = found.reduced.get(name) or _reduced(groups)
+        studies.append(Study(trials[0].place.title, trials[0].place.data, groups, tuple(reduced)))
+    studies.sort(key=_rank)
+    everything = [group for study in studies for group in study.groups]
+    return [
+        replace(study, groups=tuple(replace(g, judged=_judge(g, everything)) for g in study.groups))
+        for study in studies
+    ]
+
+
+def _parts(trials: Iterable[Trial], key: Callable[[Trial], str]) -> dict[str, list[Trial]]:
+    found: dict[str, list[Trial]] = {}
+    for trial in trials:
+        found.setdefault(key(trial), []).append(trial)
+    return found
+
+
+def _rank(study: Study) -> tuple[int, str, list[str]]:
+    tables = list(paper.TABLES)
+    known = [tables.index(group.table) for group in study.groups if group.table is not None]
+    return min(known, default=len(tables)), study.title, [trial.name for trial in study.trials]
+
+
+def _order(trial: Trial) -> tuple[object, ...]:
+    """As the plan has it; without one, groups by name and models in the paper's order."""
+    models = list(paper.TABLES["cifar10"].rows)
+    depth29 = trial.model.replace("resnet83", "resnet29")
+    rank = models.index(depth29) if depth29 in models else len(models)
+    own = (trial.place.group, rank, trial.model, trial.options)
+    return (trial.place.study, trial.place.order, *own, trial.config.seed, trial.name)
+
+
+def _group(title: str, trials: Sequence[Trial]) -> Group:
+    given = [trial.options for trial in trials]
+    shared = tuple(option for option in given[0] if all(option in each for each in given))
+    rows = tuple(
+        Row(name, part[0].model, tuple(part), _table(part[0]))
+        for name, part in _parts(trials, lambda t: _label(t, shared)).items()
+    )
+    tables = {row.table for row in rows}
+    table = tables.pop() if len(tables) == 1 else None
+    if table is not None:
+        rows = _beside_the_papers(rows, table)
+    return Group(TITLES.get(title, title), rows, shared, table)
+
+
+def _label(trial: Trial, shared: Options) -> str:
+    if trial.place.planned:
+        return trial.place.label
+    own = [f"{key} {value}" for key, value in trial.options if (key, value) not in shared]
+    return label(trial.model) + (f" ({', '.join(own)})" if own else "")
+
+
+def _table(trial: Trial) -> str | None:
+    """The paper's table that a trial belongs to, if it is one of its networks on its data."""
+    return paper.table_of(trial.place.data, trial.model) if _unchanged(trial.config) else None
+
+
+def _unchanged(config: RunConfig) -> bool:
+    from selfconv.models import ResNetConfig
+    from selfconv.models.registry import MODELS
+
+    named, given = MODELS.get(config.model.name), config.model.overrides()
+    if named is None or all(value is None for value in given.values()):
+        return True
+    given = {key: value for key, value in given.items() if value is not None}
+    try:
+        return ResNetConfig.of(**named | given) == ResNetConfig.of(**named)
+    except ValueError:  # no such network can be made any more: a record of another version
+        return False
+
+
+def _beside_the_papers(rows: tuple[Row, ...], table: str) -> tuple[Row, ...]:
+    """In the paper's order, with its rows that have no runs here, and what it has no row for at the end."""
+    models = paper.TABLES[table].rows
+    missing = [Row(label(m), m, (), table) for m in models if m not in {row.model for row in rows}]
+    names = list(models)
+    return tuple(
+        sorted(
+            [*rows, *missing], key=lambda row: names.index(row.model) if row.model in names else len(names)
+        )
+    )
+
+
+def _reduced(groups: Sequence[Group]) -> list[str]:
+    """In what the runs fall short of the paper's: from the records, where no plan says it."""
+    lines = []
+    for group in groups:
+        if group.table is None:
+            continue
+        for trial in group.trials:
+            ours, theirs = trial.config.recipe.epochs, paper_recipe(trial.model).epochs
+            if ours < theirs:
+                lines.append(f"{ours} {_plural('epoch', ours)} instead of {theirs}")
+            images = trial.images.get("train", paper.TRAINING_IMAGES)
+            if images < paper.TRAINING_IMAGES:
+                lines.append(f"{images:,} training images instead of {paper.TRAINING_IMAGES:,}")
+        fewest = min(len(row.trials) for row in group.rows if row.trials)
+        if paper.TABLES[group.table].rows and fewest < paper.RUNS:
+            lines.append(f"as few as {fewest} {_plural('run', fewest)} of a model instead of {paper.RUNS}")
+    return list(dict.fromkeys(lines))
+
+
+def _plural(word: str, count: int) -> str:
+    return word if count == 1 else f"{word}s"
+
+
+def _judge(group: Group, everything: Sequence[Group]) -> tuple[Judged, ...]:
+    """The paper's claims for this table; elsewhere those for CIFAR-10, as far as the models are there."""
+    if not group.line_up:
+        return ()
+    results = {group.table or "cifar10": group.outcomes}
+    for table in paper.TABLES:  # claims that compare tables find the other one if there is only one
+        others = [g.outcomes for g in everything if g.table == table and g.line_up]
+        if group.table is not None and table not in results and len(others) == 1:
+            results[table] = others[0]
+    printed = {name: table.rows for name, table in paper.TABLES.items()}
+    claims = [claim for claim in paper.CLAIMS if claim.table == (group.table or "cifar10")]
+    judged = (Judged(claim, claim.check(results), claim.check(printed)) for claim in claims)
+    return tuple(each for each in judged if group.table is not None or not each.ours.absent)

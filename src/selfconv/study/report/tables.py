@@ -1,0 +1,156 @@
+"""Rows as cells of text, the same for HTML and Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from selfconv.study import paper
+from selfconv.study.claims import signed
+from selfconv.study.report.summary import Group, Row
+from selfconv.study.samples import Sample
+
+NONE = "–"
+
+
+@dataclass(frozen=True)
+class Column:
+    heading: str
+    cell: Callable[[Row], str]
+    of: str = ""  # what it belongs to: our runs, the paper, …
+
+
+OURS, PAPERS, BOTH = "These runs", "The paper", "Difference"
+
+
+def columns(group: Group) -> list[Column]:
+    """Those that say something for at least one row."""
+    found = [
+        Column("Model", lambda row: row.label),
+        Column("Accuracy, %", lambda row: _mean(row.accuracy), OURS),
+        Column("n", lambda row: str(len(row.trials)), OURS),
+        Column("Parameters", lambda row: _count(row.parameters), OURS),
+    ]
+    if any(row.turned for row in group.rows):
+        found.append(Column("Turned images, %", lambda row: _mean(row.turned), OURS))
+    if any(row.equivariance_error is not None for row in group.rows):
+        found.append(Column("Equivariance error", _error, OURS))
+    if any(row.images_per_second for row in group.rows):
+        found.append(Column("Images/s", _speed, OURS))
+    if compared(group):
+        found += [
+            Column("Accuracy, %", lambda row: _mean(row.paper.accuracy if row.paper else None), PAPERS),
+            Column("n", lambda row: str(row.paper.accuracy.n) if row.paper else NONE, PAPERS),
+            Column("Parameters", _printed, PAPERS),
+            Column(
+                "Ours − paper",
+                lambda row: signed(row.difference.value) if row.difference else NONE,
+                BOTH,
+            ),
+            Column("95% interval", _interval, BOTH),
+        ]
+    return found
+
+
+def compared(group: Group) -> bool:
+    """Whether the paper has numbers beside these."""
+    return group.table is not None and any(row.paper for row in group.rows)
+
+
+def sections(columns: Sequence[Column]) -> list[tuple[str, int]]:
+    """What neighbouring columns belong to, and how many they are."""
+    return [(name, len(list(part))) for name, part in groupby(columns, lambda column: column.of)]
+
+
+def _printed(row: Row) -> str:
+    return f"{row.paper.parameters // 1000}k" if row.paper else NONE
+
+
+def _mean(sample: Sample | None) -> str:
+    if sample is None:
+        return NONE
+    return f"{sample.mean:.2f}" + ("" if sample.deviation is None else f" ± {sample.deviation:.2f}")
+
+
+def _count(value: int | None) -> str:
+    return NONE if value is None else f"{value:,}"
+
+
+def _interval(row: Row) -> str:
+    change = row.difference
+    if change is None:
+        return NONE
+    if change.low is None or change.high is None:
+        return "none: one run" if len(row.trials) == 1 else "none: no spread"
+    return f"{signed(change.low)} to {signed(change.high)}"
+
+
+def _error(row: Row) -> str:
+    error = row.equivariance_error
+    return NONE if error is None else f"{error:.2f}" if error >= 0.01 else f"{error:.1e}"
+
+
+def _speed(row: Row) -> str:
+    return NONE if row.images_per_second is None else f"{row.images_per_second.mean:,.0f}"
+
+
+def notes(group: Group) -> list[str]:
+    """What stands under a table: how to read it."""
+    found = ["Accuracy is that of the test images after the last epoch: mean ± sample deviation over n runs."]
+    if compared(group):
+        found.append(
+            "The interval of the difference is Welch's, from both means, deviations and n; the paper's "
+            "deviations are taken as sample deviations. A single run has no deviation, and no interval."
+        )
+    elif group.table is None:
+        found.append("The paper has no table of these runs.")
+    if group.table is not None and paper.TABLES[group.table].note:
+        found.append(paper.TABLES[group.table].note)
+    if any(row.turned for row in group.rows):
+        found.append("Turned images: the mean accuracy on the test images turned by 90°, 180° and 270°.")
+    if any(row.equivariance_error is not None for row in group.rows):
+        found.append(
+            "Equivariance error: the largest relative change of outputs under quarter turns, over all runs."
+        )
+    if any(row.images_per_second for row in group.rows):
+        found.append("Images/s: in training, the mean over runs.")
+    if group.shared:
+        found.append("Other than by default, in all runs: " + _listed(group.shared) + ".")
+    return found
+
+
+def _listed(options: Sequence[tuple[str, str]]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in options)
+
+
+def origin(group: Group) -> list[tuple[str, str]]:
+    """Where the numbers come from."""
+    trials = group.trials
+    counts = sorted({len(row.trials) for row in group.rows if row.trials})
+    each = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    seconds = [trial.seconds for trial in trials if trial.seconds is not None]
+    commits = sorted({_commit(trial.commit) for trial in trials})
+    return [
+        (
+            "Runs",
+            f"{len(trials)} in all, {each} of each model"
+            + (f"; {_time(sum(seconds))} of training" if seconds else ""),
+        ),
+        ("Machine", "; ".join(sorted({trial.machine for trial in trials}))),
+        ("Versions", "; ".join(sorted({trial.versions for trial in trials}))),
+        ("Commit", ", ".join(commits)),
+    ]
+
+
+def _commit(value: str | None) -> str:
+    if value is None:
+        return "not recorded"
+    return value[:10] + (" with changes" if value.endswith("+") else "")
+
+
+def _time(seconds: float) -> str:
+    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} seconds"

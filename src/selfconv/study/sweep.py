@@ -1,0 +1,233 @@
+"""Running a plan: what is done is kept, what is missing is run, what fails is told and stops nothing else.
+
+PLAN/plan.json                 what the runs are, for the report
+PLAN/MODEL[-option=…]/seed-S   a run's folder for each trial, with its evaluation.json
+…/failed.json                  why a trial did not finish
+PLAN/report                    report.html, report.md and figures
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from signal import SIGINT
+from typing import TYPE_CHECKING, Any, Protocol
+
+from selfconv._extras import require
+from selfconv._files import read_json, write_json
+from selfconv._text import one_line, shown_time
+from selfconv.data import DataInfo
+from selfconv.study.board import Board, results_table
+from selfconv.study.plans import Plan, Trial
+from selfconv.train import (
+    Interrupted,
+    Run,
+    RunBusy,
+    RunConfig,
+    RunError,
+    RunStopped,
+    Watch,
+    differences,
+    open_data,
+)
+
+if TYPE_CHECKING:
+    from selfconv.data import Dataset
+
+PLAN, FAILED, REPORT = "plan.json", "failed.json", "report"
+
+
+class PlanFailed(RunStopped):
+    """Some runs of a plan failed; the others are done."""
+
+
+class Engine(Protocol):
+    """Where trials run. To be entered before."""
+
+    def __enter__(self) -> Engine: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def run(self, trials: Sequence[Trial], out: Path, board: Board) -> dict[str, str]:
+        """Runs them all; why some failed, by folder. Raises Interrupted once what was running is saved."""
+
+
+class LocalEngine:
+    """One after another, in this process."""
+
+    def __enter__(self) -> LocalEngine:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def run(self, trials: Sequence[Trial], out: Path, board: Board) -> dict[str, str]:
+        failures = {}
+        for trial in trials:
+            reason = attempt(trial.config, out / trial.folder, partial(board.step, trial))
+            board.end(trial, reason)
+            if reason is not None:
+                failures[trial.folder] = reason
+        return failures
+
+
+def reproduce(plan: Plan, out: Path, engine: Engine, *, command: str, dry_run: bool = False) -> list[Path]:
+    """Makes what is missing of a plan and writes the report on it; returns the report's files.
+
+    Args:
+        command: what to type to go on, if it is stopped.
+        dry_run: only print the plan, with an estimate of the time it takes.
+
+    Raises:
+        ValueError: the data, a model or the folder cannot be used; nothing has been written then.
+        Interrupted: SIGINT or SIGTERM came; what was running is saved.
+        PlanFailed: some trials failed; the report is on the others.
+    """
+    from rich.console import Console
+
+    if not dry_run:
+        require("accelerate", "tensorboard", "matplotlib")  # now, not after the runs
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 120
+    data = open_data(plan.trials[0].config.replaced("data", subset=None))
+    plan = plan.on(data.name, len(data.train), len(data.test))
+    data = data if plan.data.subset is None else data.with_fewer(plan.data.subset, plan.data.split_seed)
+    check(plan, out, data)
+    pending = [trial for trial in plan.trials if not finished(out / trial.folder)]
+    heading = f"{plan.title}: {_runs(len(plan.trials))}, {len(plan.trials) - len(pending)} of them done"
+    console.print("\n".join([heading, str(data), *(f"  reduced: {line}" for line in plan.reduced)]))
+    if dry_run:
+        from selfconv.study.estimate import plan_table
+
+        console.print(plan_table(plan, pending, data))
+        return []
+
+    content = plan.to_json(data.name)
+    del data  # each trial reads its own
+    began, failures = time.monotonic(), {}
+    try:
+        with engine if pending else nullcontext():
+            out.mkdir(parents=True, exist_ok=True)
+            write_json(out / PLAN, content)
+            if pending:
+                with Board(plan, out, pending, console) as board:
+                    failures = engine.run(pending, out, board)
+    except (Interrupted, KeyboardInterrupt) as stop:
+        done = sum(finished(out / trial.folder) for trial in plan.trials)
+        raise Interrupted(
+            f"stopped and saved; {done} of {len(plan.trials)} runs are done; go on with: {command}",
+            stop.code - 128 if isinstance(stop, Interrupted) else SIGINT,
+        ) from None
+    console.print(results_table(plan, out))
+    if pending:
+        console.print(f"{_runs(len(pending))} in {shown_time(time.monotonic() - began)}, in {out}")
+    report = _report(plan, out)
+    if report:
+        console.print(f"Report: {report[0]} and {report[1].name}", soft_wrap=True)
+    if failures:
+        listed = "; ".join(f"{folder}: {reason}" for folder, reason in failures.items())
+        raise PlanFailed(f"{len(failures)} of {len(plan.trials)} runs failed: {listed}")
+    return report
+
+
+def _runs(number: int) -> str:
+    return "1 run" if number == 1 else f"{number} runs"
+
+
+def _report(plan: Plan, out: Path) -> list[Path]:
+    if not any(finished(out / trial.folder) for trial in plan.trials):
+        return []
+    from selfconv.study.report import write_report
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of failed runs: told here
+        return write_report([out], out / REPORT)
+
+
+def check(plan: Plan, out: Path, data: Dataset) -> None:
+    """Raises ValueError if a network cannot take the images, or the folder holds something else."""
+    from selfconv.train import build_model
+
+    info = DataInfo.of(data)
+    with _without_size_warnings():
+        for trials in plan.lines.values():
+            build_model(trials[0].config, info)
+    if out.exists() and not out.is_dir():
+        raise RunError(f"{out}: expected a folder to write to; got a file")
+    if (out / PLAN).is_file():
+        other = read_json(out / PLAN).get("plan")
+        if other != plan.name:
+            raise RunError(f"{out}: holds the plan {other!r}; give another --out")
+    for trial in plan.trials:
+        run = Run(out / trial.folder)
+        if not run.exists:
+            continue
+        if changed := differences(trial.config, run.config):
+            raise RunError(
+                f"{run.folder}: was run with other options: {changed[0]}; give them again, or another --out"
+            )
+        if (run.folder / "data.json").is_file() and run.data.digest != info.digest:
+            raise RunError(f"{run.folder}: the data set {info.name} has changed since; give another --out")
+
+
+# ---- one trial ----
+
+
+def finished(folder: Path) -> bool:
+    return (folder / "record.json").is_file() and (folder / "evaluation.json").is_file()
+
+
+def attempt(
+    config: RunConfig, folder: Path, watch: Watch | None = None, *, patience: float = 0.0
+) -> str | None:
+    """Trains and evaluates, from wherever the folder stands. Returns None, or why it failed in a line.
+
+    Args:
+        patience: seconds to wait for another process that is writing to the run.
+
+    Raises:
+        Interrupted, KeyboardInterrupt: it was told to stop.
+    """
+    until = time.monotonic() + patience
+    while True:
+        try:
+            run_trial(config, folder, watch)
+        except RunBusy as busy:
+            if time.monotonic() > until:
+                return one_line(busy)  # its files are the other's
+            time.sleep(0.2)
+        except (Interrupted, KeyboardInterrupt):
+            raise
+        except Exception as error:  # whatever it is, the other trials go on
+            known = isinstance(error, ValueError | OSError | RunStopped)
+            reason = one_line(error) if known else f"{type(error).__name__}: {one_line(error)}"
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / FAILED, {"error": reason})
+            return reason
+        else:
+            return None
+
+
+def run_trial(config: RunConfig, folder: Path, watch: Watch | None = None) -> dict[str, Any]:
+    """The record of a trial, made as far as it is missing."""
+    from selfconv.train import train
+    from selfconv.trained import evaluate_run
+
+    (folder / FAILED).unlink(missing_ok=True)
+    with _without_size_warnings():
+        record = train(config, folder, resume=True, quiet=True, watch=watch)
+        if not (folder / "evaluation.json").is_file():
+            evaluate_run(Run.open(folder), picture=False)
+    return record
+
+
+@contextmanager
+def _without_size_warnings() -> Iterator[None]:
+    """Strided p4 models warn of their inexactness in every run; here it is measured."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* only approximately")
+        yield

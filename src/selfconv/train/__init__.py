@@ -1,0 +1,73 @@
+"""From a config to one run folder: the trainer, its checkpoints, and the files that a run leaves."""
+
+from typing import TYPE_CHECKING
+
+from selfconv._lazy import lazy
+from selfconv.train.config import (
+    RECIPES,
+    DataOptions,
+    Engine,
+    ModelOptions,
+    Recipe,
+    RunConfig,
+    differences,
+    fast_recipe,
+    paper_recipe,
+)
+from selfconv.train.errors import (
+    Diverged,
+    Interrupted,
+    OutOfMemory,
+    RunBusy,
+    RunError,
+    RunStopped,
+    is_out_of_memory,
+)
+
+if TYPE_CHECKING:
+    from selfconv.train.checkpoints import Checkpoint, load_last
+    from selfconv.train.progress import Watch
+    from selfconv.train.runs import Run, open_data
+    from selfconv.train.signals import StopSignals
+    from selfconv.train.trainer import MetricTotals, Trainer, build_model
+    from selfconv.train.training import make_accelerator, train
+else:
+    __getattr__, __dir__ = lazy(
+        __name__,
+        checkpoints=["Checkpoint", "load_last"],
+        progress=["Watch"],
+        runs=["Run", "open_data"],
+        signals=["StopSignals"],
+        trainer=["MetricTotals", "Trainer", "build_model"],
+        training=["make_accelerator", "train"],
+    )
+
+__all__ = [
+    "RECIPES",
+    "Checkpoint",
+    "DataOptions",
+    "Diverged",
+    "Engine",
+    "Interrupted",
+    "MetricTotals",
+    "ModelOptions",
+    "OutOfMemory",
+    "Recipe",
+    "Run",
+    "RunBusy",
+    "RunConfig",
+    "RunError",
+    "RunStopped",
+    "StopSignals",
+    "Trainer",
+    "Watch",
+    "build_model",
+    "differences",
+    "fast_recipe",
+    "is_out_of_memory",
+    "load_last",
+    "make_accelerator",
+    "open_data",
+    "paper_recipe",
+    "train",
+]

@@ -1,0 +1,263 @@
+"""The description of a run: model, data, recipe, engine. What ``config.json`` in a run's folder holds.
+
+Light to import (no torch), since the command's help is made of it.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from tyro.conf import arg
+
+from selfconv._files import read_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The network: one of `selfconv models`, perhaps changed. None means as the model is named."""
+
+    name: Annotated[str, arg(name="model", metavar="MODEL")] = "resnet29_asc"
+    """Name of the model; `selfconv models` lists them."""
+    widths: tuple[int, int, int] | None = None
+    """Channels of the spatial layer in each stage."""
+    depth: int | None = None
+    """9n+2, for n blocks per stage."""
+    kernel_size: int | None = None
+    """Side of the spatial layer's window."""
+    num_heads: int | None = None
+    """Heads of attention."""
+    psi: Literal["channel", "dense"] | None = None
+    """ψ scales each channel by itself, or maps all to all."""
+    affine: Literal["both", "psi", "beta"] | None = None
+    """ASC's affine maps: ψ and β, or one of them."""
+    scale: Literal["head", "width"] | None = None
+    """Scores are divided by the channels of a head, or of the layer."""
+    downsample: Literal["stride", "pool"] | None = None
+    """How convolutions halve a map."""
+    pool: Literal["mean", "max", "group_max"] | None = None
+    """Over space and group, before the classifier; group_max: mean over space, maximum over the group."""
+
+    def overrides(self) -> dict[str, Any]:
+        """The options that ``create_model`` takes beside the name."""
+        return {key: value for key, value in asdict(self).items() if key != "name"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """The images: trained on, validated on, and tested on once, at the end."""
+
+    source: Annotated[str, arg(name="data", metavar="DATA")] = "digits"
+    """digits, cifar10, cifar100, a folder with a folder of images for each class, or an .npz file."""
+    image_size: int | None = None
+    """Resize and crop images to this side; None keeps their size."""
+    validation: float = 0.1
+    """Share of the training images to set aside for validation."""
+    split_seed: int = 0
+    """Seed of that split."""
+    subset: int | None = None
+    """Train on so many of the training images, of each class alike; None: on all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How to train. The defaults are those of the recipe: `paper` for CIFAR, `fast` for the rest."""
+
+    epochs: int = 100
+    """Passes over the training images; the schedule scales with them."""
+    batch_size: int = 128
+    """Images in a step, of all processes together."""
+    lr: float = 0.1
+    """Learning rate at its peak."""
+    schedule: Literal["step", "cosine"] = "step"
+    """step: a tenth of it from 1/2 and a hundredth from 3/4 of the epochs on; cosine: to 0, every step."""
+    warmup: float = 0.0
+    """Share of the epochs in which the rate rises linearly to its peak."""
+    momentum: float = 0.9
+    """Nesterov momentum."""
+    weight_decay: float = 1e-4
+    """Factor of the L2 penalty."""
+    decay: Literal["all", "maps"] = "all"
+    """What decays: all parameters, or the weights of convolutions and linear maps (no ψ, β, norm, bias)."""
+    label_smoothing: float = 0.0
+    """Share of the target that is spread over all classes."""
+    clip: float | None = None
+    """Largest norm of the gradient; None leaves it as it is."""
+    ema: float | None = None
+    """Decay per step of a running mean of the weights, which is then what the run ends with."""
+    flip: bool = True
+    """Exchange left and right of every other image."""
+    pad: int = 2
+    """Crop images out of themselves padded by so many pixels."""
+    rotate: Literal["none", "quarter", "any"] = "none"
+    """Turn images at random, by quarter turns or any angle."""
+    sizes: tuple[int, ...] | None = None
+    """Sides to which training images are resized, each for an equal share of the epochs; None: full size."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("epochs", 1), ("batch_size", 1), ("pad", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}: expected an integer ≥ {least}; got {getattr(self, name)}")
+        for name in ("lr", "clip"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"{name}: expected a number > 0; got {value}")
+        if not 0 <= self.weight_decay < float("inf"):
+            raise ValueError(f"weight_decay: expected a number ≥ 0; got {self.weight_decay}")
+        if not 0 < self.momentum < 1:
+            raise ValueError(f"momentum: expected 0 < momentum < 1; got {self.momentum}")
+        for name in ("warmup", "label_smoothing", "ema"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 1:
+                raise ValueError(f"{name}: expected 0 ≤ {name} < 1; got {value}")
+        if self.sizes is not None and (not self.sizes or min(self.sizes) < 1):
+            raise ValueError(f"sizes: expected one or more sides ≥ 1; got {list(self.sizes)}")
+
+    def size_in(self, epoch: int) -> int | None:
+        """The side of the training images in an epoch; None is their own."""
+        return None if self.sizes is None else self.sizes[epoch * len(self.sizes) // self.epochs]
+
+
+def paper_recipe(model: str = "resnet29") -> Recipe:
+    """The paper's: 100 epochs, 200 for depth 83; attention models warm up over 10 of them."""
+    epochs = 200 if "83" in model else 100
+    attention = "asc" in model or "sasa" in model
+    return Recipe(epochs=epochs, warmup=10 / epochs if attention else 0.0)
+
+
+def fast_recipe(model: str = "resnet29") -> Recipe:
+    """For minutes on a CPU: few epochs of small batches, the rate on a cosine after a warm-up."""
+    return Recipe(
+        epochs=15, batch_size=32, schedule="cosine", warmup=0.2, weight_decay=5e-4, flip=False, pad=1
+    )
+
+
+RECIPES = {"paper": paper_recipe, "fast": fast_recipe}
+
+
+def default_recipe(source: str) -> str:
+    """The name of the recipe for a data set."""
+    return "paper" if source in ("cifar10", "cifar100") else "fast"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """How it runs. More than one process: start it with `torchrun` or `accelerate launch`."""
+
+    device: Literal["auto", "cpu"] = "auto"
+    """auto: a GPU if there is one."""
+    precision: Literal["no", "bf16", "fp16"] = "no"
+    """Mixed precision."""
+    accumulate: int = 1
+    """Compute each step's gradient in so many parts, to save memory."""
+    sync_batch_norm: bool = True
+    """With several processes: batch norm over the batch of all of them, as one process would have it."""
+    checkpoint_minutes: float = 10.0
+    """Save at least this often; always after each epoch."""
+
+    def __post_init__(self) -> None:
+        if self.accumulate < 1:
+            raise ValueError(f"accumulate: expected an integer ≥ 1; got {self.accumulate}")
+        if not self.checkpoint_minutes >= 0:
+            raise ValueError(f"checkpoint_minutes: expected a number ≥ 0; got {self.checkpoint_minutes}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything that decides how a run ends."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    data: DataOptions = field(default_factory=DataOptions)
+    recipe: Recipe = field(default_factory=fast_recipe)
+    engine: Engine = field(default_factory=Engine)
+    seed: int = 0
+    """Of the weights, the order of the images and their augmentation."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed: expected 0 ≤ seed < 2³²; got {self.seed}")
+
+    @classmethod
+    def of(cls, data: str = "digits", model: str = "resnet29_asc", recipe: str | None = None) -> RunConfig:
+        """The run that a data set and a model have by default."""
+        recipe = default_recipe(data) if recipe is None else recipe
+        if recipe not in RECIPES:
+            raise ValueError(f"recipe: expected one of {', '.join(RECIPES)}; got {recipe!r}")
+        return cls(
+            model=ModelOptions(name=model), data=DataOptions(source=data), recipe=RECIPES[recipe](model)
+        )
+
+    def replaced(self, part: str, **changes: Any) -> RunConfig:
+        """The same with some options of a part (``"model"``, ``"recipe"``, …) changed."""
+        return replace(self, **{part: replace(getattr(self, part), **changes)})
+
+    def to_json(self) -> dict[str, Any]:
+        return json.loads(json.dumps(asdict(self)))
+
+    @classmethod
+    def from_json(cls, content: object) -> RunConfig:
+        """The inverse of ``to_json``; options that are left out get their defaults."""
+        return _parse(cls, content, "config")
+
+    @classmethod
+    def load(cls, path: Path) -> RunConfig:
+        """From a file, or a run's folder."""
+        file = path / "config.json" if path.is_dir() else path
+        try:
+            return cls.from_json(json.loads(read_text(file)))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{file}: {error}") from None
+
+
+def differences(a: RunConfig, b: RunConfig) -> list[str]:
+    """The options in which two runs differ, as ``recipe.epochs: 3, not 5``."""
+
+    def flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+        parts: dict[str, Any] = {}
+        for key, value in content.items():
+            parts |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        return parts
+
+    left, right = flat(a.to_json()), flat(b.to_json())
+    return [f"{key}: {left[key]}, not {right[key]}" for key in left if left[key] != right[key]]
+
+
+def _parse(kind: Any, value: Any, name: str) -> Any:
+    """A JSON value as one of the types that the dataclasses here use."""
+    if is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise ValueError(f"{name}: expected an object of options; got {value!r}")
+        hints, known = get_type_hints(kind), {f.name for f in fields(kind)}
+        unknown = [key for key in value if key not in known]
+        if unknown:
+            raise ValueError(
+                f"{name}: unknown option {unknown[0]!r}; expected some of {', '.join(sorted(known))}"
+            )
+        return kind(**{key: _parse(hints[key], part, key) for key, part in value.items()})  # type: ignore[operator]
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        if value is None:
+            return None
+        return _parse(next(a for a in arguments if a is not type(None)), value, name)
+    if origin is Literal:
+        if value in arguments:
+            return value
+        raise ValueError(f"{name}: expected one of {', '.join(map(str, arguments))}; got {value!r}")
+    if origin is tuple:
+        if isinstance(value, list) and arguments[-1] is Ellipsis:
+            return tuple(_parse(arguments[0], part, name) for part in value)
+        if isinstance(value, list) and len(value) == len(arguments):
+            return tuple(_parse(a, part, name) for a, part in zip(arguments, value, strict=True))
+        raise ValueError(f"{name}: expected {len(arguments)} values; got {value!r}")
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is float and number:
+        return float(value)
+    if (kind is int and number and isinstance(value, int)) or (
+        kind in (str, bool) and isinstance(value, kind)
+    ):
+        return value
+    raise ValueError(f"{name}: expected {kind.__name__}; got {value!r}")

@@ -1,0 +1,159 @@
+"""A run's folder: who may write to it, what is in it, and how it is read again.
+
+config.json           what the run was asked to do
+data.json             what it was trained on: digest, classes, size, mean and deviation
+metrics.jsonl         a line for each epoch; events.out.tfevents.* say the same to TensorBoard
+checkpoints/          the last two
+model/                config.json and model.safetensors, for ResNet.from_pretrained, once it has finished
+record.json           the result, with everything needed to judge and repeat it
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock, Timeout
+
+from selfconv._files import read_json, sync_folder, write_json
+from selfconv.data import DataInfo, load_data
+from selfconv.train.config import RunConfig, differences
+from selfconv.train.errors import RunBusy, RunError
+
+if TYPE_CHECKING:
+    from selfconv.data import Dataset
+    from selfconv.models import ResNet
+
+
+@dataclass(frozen=True)
+class Run:
+    """The folder of a run, to read."""
+
+    folder: Path
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str]) -> Run:
+        run = cls(Path(folder))
+        if not run.exists:
+            found = "no such folder"
+            if run.folder.is_dir():
+                found = "other things" if any(run.folder.iterdir()) else "an empty folder"
+            elif run.folder.exists():
+                found = "a file"
+            raise RunError(f"{folder}: expected the folder of a run; got {found}")
+        return run
+
+    @property
+    def exists(self) -> bool:
+        return (self.folder / "config.json").is_file()
+
+    @property
+    def finished(self) -> bool:
+        return (self.folder / "record.json").is_file()
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def config(self) -> RunConfig:
+        return RunConfig.load(self.folder)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        return _read(self.folder / "record.json")
+
+    @property
+    def data(self) -> DataInfo:
+        path = self.folder / "data.json"
+        content = _read(path)
+        try:
+            return DataInfo(**content)
+        except (TypeError, ValueError):
+            raise RunError(f"{path}: expected the description of a data set; got something else") from None
+
+
+def _read(path: Path) -> Any:
+    try:
+        return read_json(path)
+    except ValueError as error:
+        raise RunError(str(error)) from None
+
+
+def open_data(config: RunConfig) -> Dataset:
+    """The data set of a run."""
+    options = config.data
+    data = load_data(
+        options.source,
+        image_size=options.image_size,
+        seed=options.split_seed,
+        validation=options.validation,
+    )
+    return data if options.subset is None else data.with_fewer(options.subset, options.split_seed)
+
+
+@contextmanager
+def claim(folder: Path, config: RunConfig, *, resume: bool) -> Iterator[Run]:
+    """The folder for a run to write to, for as long as the context lasts.
+
+    Raises:
+        RunError: it holds another run, or other things, or another process is writing to it.
+    """
+    run = Run(folder)
+    if folder.exists() and not folder.is_dir():
+        raise RunError(f"{folder}: expected a folder to write to; got a file")
+    if folder.is_dir() and not run.exists:
+        others = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
+        if others and others != ["checkpoints"]:  # a run that was killed as it began
+            raise RunError(f"{folder}: expected a new or empty folder; it holds {others[0]}")
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise RunBusy(f"{folder}: another process is writing to this run") from None
+    try:
+        if not run.exists:
+            run.checkpoints.mkdir(exist_ok=True)
+            write_json(folder / "config.json", config.to_json())
+        elif not resume:
+            raise RunError(f"{folder}: holds a run already; give another --out, or --resume to go on with it")
+        elif changed := differences(config, run.config):
+            raise RunError(f"{folder}: cannot go on with other options: {changed[0]}")
+        yield run
+    finally:
+        lock.release()
+
+
+def begin(run: Run, data: Dataset) -> DataInfo:
+    """Notes what a run is trained on; if that was noted before, it must be the same."""
+    info = DataInfo.of(data)
+    if (run.folder / "data.json").is_file():
+        if run.data.digest != info.digest:
+            raise RunError(f"{run.folder}: the data set {info.name} has changed since this run began")
+    else:
+        write_json(run.folder / "data.json", asdict(info))
+    return info
+
+
+def save_model(run: Run, model: ResNet) -> None:
+    """Puts the final model in place as a whole."""
+    import shutil
+
+    partial, place = run.folder / ".model.partial", run.folder / "model"
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        model.save_pretrained(partial)
+        for path in partial.iterdir():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        shutil.rmtree(place, ignore_errors=True)
+        os.replace(partial, place)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    sync_folder(run.folder)

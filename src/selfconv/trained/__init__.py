@@ -1,0 +1,27 @@
+"""From a run folder or a shipped name to answers: evaluate, predict, export."""
+
+from selfconv.trained.evaluation import (
+    VIEWS,
+    Evaluation,
+    confusion_figure,
+    evaluate_model,
+    evaluate_run,
+    logits,
+)
+from selfconv.trained.export import export_run
+from selfconv.trained.model import Trained, load_model
+from selfconv.trained.prediction import Prediction, predict
+
+__all__ = [
+    "VIEWS",
+    "Evaluation",
+    "Prediction",
+    "Trained",
+    "confusion_figure",
+    "evaluate_model",
+    "evaluate_run",
+    "export_run",
+    "load_model",
+    "logits",
+    "predict",
+]

@@ -1,0 +1,177 @@
+"""How good a trained model is: accuracy, of each class, and when the images are turned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selfconv._files import write_atomically, write_json
+from selfconv._text import shown
+from selfconv.data import Batches, DataInfo, Split
+from selfconv.testing import relative_error
+from selfconv.train import Run, RunError, open_data
+from selfconv.trained.model import load_model
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+BATCH_SIZE = 256
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "0°": lambda x: x,
+    "90°": lambda x: x.rot90(1, (-2, -1)),
+    "180°": lambda x: x.rot90(2, (-2, -1)),
+    "270°": lambda x: x.rot90(3, (-2, -1)),
+    "mirrored": lambda x: x.flip(-1),
+}
+TURNS = ("90°", "180°", "270°")
+
+
+@torch.inference_mode()
+def logits(model: nn.Module, split: Split, info: DataInfo, view: Callable[[Tensor], Tensor]) -> Tensor:
+    """The model's outputs ``[N, classes]`` for all images of a split, seen in some way."""
+    batches = Batches(split, BATCH_SIZE, mean=info.mean, std=info.std)
+    model.eval()
+    parts = [model(view(images).contiguous(memory_format=torch.channels_last)) for images, _ in batches]
+    return torch.cat(parts).float()
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a model does on the test images."""
+
+    data: str
+    images: int
+    loss: float
+    accuracy: float
+    accuracy_under: dict[str, float]  # each view of the images
+    class_accuracy: dict[str, float | None]  # None: no such image in the test
+    confusion: list[list[int]]  # [true class][predicted class]
+    equivariance_error: float  # of the logits under quarter turns, relative to the largest
+
+    @property
+    def turned_accuracy(self) -> float:
+        """The mean over quarter turns, upright images left out."""
+        return fmean(self.accuracy_under[view] for view in TURNS)
+
+    def table(self) -> Any:
+        """As tables for ``rich`` to print."""
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        title = Text(f"{shown(self.data)}: {self.accuracy:.2%} of {self.images} test images")
+        views = Table("images")
+        views.add_column("accuracy", justify="right")
+        for name, value in self.accuracy_under.items():
+            views.add_row(name, f"{value:.2%}")
+        views.add_row("change of the logits under quarter turns", f"{self.equivariance_error:.1e}")
+        classes = Table("class")
+        classes.add_column("accuracy", justify="right")
+        classes.add_column("most often taken for")
+        names = list(self.class_accuracy)
+        for row, (name, accuracy) in enumerate(self.class_accuracy.items()):
+            wrong = [0 if i == row else n for i, n in enumerate(self.confusion[row])]
+            worst = f"{shown(names[wrong.index(max(wrong))])} ({max(wrong)})" if max(wrong) else ""
+            classes.add_row(  # as they are: a string would be read as markup
+                Text(shown(name)), "-" if accuracy is None else f"{accuracy:.2%}", Text(worst)
+            )
+        return Group(title, views, classes)
+
+
+def evaluate_model(model: nn.Module, split: Split, info: DataInfo) -> Evaluation:
+    """Accuracy on a split, of each class, and under quarter turns and a flip."""
+    labels = split.labels
+    outputs = {name: logits(model, split, info, view) for name, view in VIEWS.items()}
+    upright = outputs["0°"]
+    classes = len(info.class_names)
+    counts = torch.bincount(labels * classes + upright.argmax(1), minlength=classes**2).view(classes, classes)
+    total = counts.sum(1).tolist()
+    right = counts.diagonal().tolist()
+    return Evaluation(
+        data=info.name,
+        images=len(split),
+        loss=F.cross_entropy(upright, labels).item(),
+        accuracy=_accuracy(upright, labels),
+        accuracy_under={name: _accuracy(output, labels) for name, output in outputs.items()},
+        class_accuracy={
+            name: r / n if n else None for name, r, n in zip(info.class_names, right, total, strict=True)
+        },
+        confusion=counts.tolist(),
+        equivariance_error=max(relative_error(outputs[view], upright) for view in TURNS),
+    )
+
+
+def _accuracy(outputs: Tensor, labels: Tensor) -> float:
+    return (outputs.argmax(1) == labels).sum().item() / len(labels)
+
+
+def evaluate_run(run: Run, *, picture: bool = True) -> Evaluation:
+    """Evaluates a run on the test images of its data set, and keeps the result in its folder.
+
+    Writes ``evaluation.json``, and ``confusion.png`` if matplotlib is there and a picture is wanted.
+    """
+    info, data = run.data, open_data(run.config)
+    if data.digest != info.digest:
+        raise RunError(f"{run.folder}: the data set {info.name} has changed since this run was trained")
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = torch.device("cpu") if device is None else device
+    evaluation = evaluate_model(load_model(run).to(device), data.test.to(device), info)
+    write_json(run.folder / "evaluation.json", asdict(evaluation))
+    if not picture:
+        return evaluation
+    try:
+        figure = confusion_figure(evaluation)
+    except ModuleNotFoundError:
+        return evaluation  # no matplotlib: the numbers are in the file
+    save_figure(figure, run.folder / "confusion.png")
+    return evaluation
+
+
+def confusion_figure(evaluation: Evaluation) -> Figure:
+    """The confusion matrix as a picture: rows are the true classes, each divided by its images."""
+    from matplotlib.figure import Figure
+
+    names = [shown(name) for name in evaluation.class_accuracy]
+    counts = torch.tensor(evaluation.confusion)
+    share = counts / counts.sum(1, keepdim=True).clamp(min=1)
+    side = max(4.0, 0.4 * len(names) + 1.5)
+    figure = Figure(figsize=(side, side), layout="constrained")
+    axes = figure.add_subplot()
+    axes.imshow(share.numpy(), cmap="Blues", vmin=0, vmax=1)
+    ticks = range(len(names))
+    axes.set_xticks(ticks, names, rotation=90 if max(map(len, names)) > 2 else 0, parse_math=False)
+    axes.set_yticks(ticks, names, parse_math=False)
+    axes.set_xlabel("predicted")
+    axes.set_ylabel("true")
+    title = f"{shown(evaluation.data)}: {evaluation.accuracy:.2%} of {evaluation.images}"
+    axes.set_title(title, parse_math=False)
+    if len(names) <= 20:
+        for row in ticks:
+            for column in ticks:
+                if counts[row, column]:
+                    colour = "white" if share[row, column] > 0.5 else "black"
+                    axes.text(
+                        column,
+                        row,
+                        str(int(counts[row, column])),
+                        ha="center",
+                        va="center",
+                        color=colour,
+                        fontsize=8,
+                    )
+    return figure
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    from io import BytesIO
+
+    buffer = BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    write_atomically(path, buffer.getvalue())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import EFFORT, number_tried
+from helpers.cases import EFFORT, number_tried
 from hypothesis import settings
 
 settings.register_profile("same", deadline=None, max_examples=25, derandomize=True)

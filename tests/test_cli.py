@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.tiny_runs import OPTIONS, run_cli, selfconv, tiny_data
 from PIL import Image
-from tiny_runs import OPTIONS, run_cli, selfconv, tiny_data
 
 from selfconv import __version__, cli
 from selfconv.data import load_data

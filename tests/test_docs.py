@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from pages import PAGES, ROOT, blocks, check_options, commands, compare, run_console, run_page
-from test_models_timm import import_timm
+from helpers.pages import PAGES, ROOT, blocks, check_options, commands, compare, run_console, run_page
+from helpers.timm_import import import_timm
 
 RUN = [page for page in PAGES if any(block.kind in ("python", "console") for block in blocks(page))]
 SHOWN = [args for page in PAGES for args in commands(page)]

@@ -22,8 +22,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import ROOT, source_of
+from helpers.tiny_runs import OPTIONS, command, environment, same_weights, tiny_config, tiny_data
 from numba import types
-from tiny_runs import OPTIONS, command, environment, same_weights, tiny_config, tiny_data
 
 from selfconv import _files, cli
 from selfconv._text import one_line
@@ -40,8 +41,6 @@ from selfconv.train import (
     train,
     training,
 )
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -552,8 +551,7 @@ def test_every_promise_has_its_test(row: list[str]) -> None:
     tests = re.findall(r"`(\w+)\.(\w+)`", named)
     assert tests
     for file, name in tests:
-        text = (ROOT / "tests" / f"{file}.py").read_text()
-        assert re.search(rf"^ *def {name}\(", text, re.MULTILINE), f"no {name} in {file}"
+        assert re.search(rf"^ *def {name}\(", source_of(file), re.MULTILINE), f"no {name} in {file}"
 
 
 def test_the_table_is_there() -> None:

@@ -18,15 +18,15 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers import ROOT
+from helpers.tiny_runs import tiny_config, tiny_data
 from packaging.requirements import Requirement
 from PIL import Image
-from tiny_runs import tiny_config, tiny_data
 
 from selfconv import __version__
 from selfconv._extras import EXTRAS
 from selfconv.train import train
 
-ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "selfconv"
 JUNK = [  # what work leaves behind; none of it may go into a distribution
     "src/selfconv/.DS_Store",
@@ -34,7 +34,7 @@ JUNK = [  # what work leaves behind; none of it may go into a distribution
     "src/selfconv/__pycache__/cli.cpython-311.pyc",
     "src/selfconv/data/cifar-10-python.tar.gz",
     "docs/_build/html/index.html",
-    "tests/__pycache__/cases.cpython-311.pyc",
+    "tests/helpers/__pycache__/cases.cpython-311.pyc",
     "runs/a/model/model.safetensors",
     ".venv/pyvenv.cfg",
     ".mypy_cache/cache.json",

@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import ROOT, source_of
 
 from selfconv.ops import reference
 
-ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "selfconv"
 # each layer may import from those before it, and from itself
 LEAVES = ["_version", "_extras", "_files", "_lazy", "_memory", "_text"]
@@ -96,7 +96,7 @@ def test_the_map_is_true(row: list[str]) -> None:
     else:
         assert layer.startswith("every layer")
     file, test_name = test.strip("`").split(".")
-    assert re.search(rf"^def {test_name}\(", (ROOT / "tests" / f"{file}.py").read_text(), re.MULTILINE)
+    assert re.search(rf"^def {test_name}\(", source_of(file), re.MULTILINE)
 
 
 def test_the_reference_follows_the_papers_order() -> None:

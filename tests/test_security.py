@@ -18,11 +18,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bombs import png_that_claims
-from model_helpers import tiny
+from helpers import ROOT
+from helpers.bombs import png_that_claims
+from helpers.tiny_models import tiny
+from helpers.tiny_runs import run_cli, tiny_data
 from PIL import Image
 from rich.console import Console
-from tiny_runs import run_cli, tiny_data
 
 from selfconv import cli
 from selfconv._files import JSON_LIMIT
@@ -34,8 +35,6 @@ from selfconv.train import Run, RunConfig, RunError
 from selfconv.train.progress import Progress
 from selfconv.trained import Evaluation, confusion_figure
 from selfconv.trained.evaluation import save_figure
-
-ROOT = Path(__file__).parents[1]
 
 
 def one_line(error: BaseException) -> str:

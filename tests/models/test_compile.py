@@ -1,0 +1,74 @@
+"""``torch.compile(fullgraph=True)``: the whole network as one graph, and the same numbers."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from helpers.tiny_models import TINY, awake, relative_error, tiny
+
+from selfconv.groups import P4M
+from selfconv.models import create_model
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "sizes"),
+    [
+        ("p4resnet29_asc_se", {}, (8, 12)),  # the second makes the graph one for any size
+        ("resnet29_sasa", {"num_heads": 1}, (8,)),
+        ("p4mresnet29", {"downsample": "pool"}, (8,)),
+    ],
+)
+def test_the_graph_has_no_breaks(name: str, overrides: dict[str, object], sizes: tuple[int, ...]) -> None:
+    torch._dynamo.reset()
+    model = tiny(name, **overrides)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for size in sizes:
+        images = torch.randn(2, 3, size, size)
+        assert relative_error(compiled(images), model(images)) < 1e-5
+
+
+@pytest.mark.parametrize(("name", "checkpointing"), [("p4resnet29_asc", False), ("resnet29_asc", True)])
+def test_training_through_the_graph(name: str, checkpointing: bool) -> None:
+    torch._dynamo.reset()
+    model = awake(create_model(name, **TINY).double()).train()
+    other = copy.deepcopy(model)
+    other.set_grad_checkpointing(checkpointing)
+    compiled = torch.compile(other, fullgraph=True, backend="aot_eager")
+    images = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    (model(images) ** 2).sum().backward()
+    (compiled(images) ** 2).sum().backward()
+    for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(ours.grad, theirs.grad, rtol=1e-6, atol=1e-9)  # type: ignore[arg-type]
+    for key, value in model.state_dict().items():  # the running statistics moved, and moved once
+        assert torch.allclose(other.state_dict()[key], value), key
+
+
+def test_compiled_to_machine_code() -> None:
+    """A block that halves the map: a whole network takes a C++ compiler half a minute."""
+    torch._dynamo.reset()
+    block = tiny("resnet29_asc", widths=(2, 2, 2)).get_submodule("stages.1.0")
+    features = torch.randn(2, 8, 8, 8)
+    with torch.no_grad():
+        assert relative_error(torch.compile(block, fullgraph=True)(features), block(features)) < 1e-5
+
+
+def test_a_size_that_is_not_exact_does_not_stop_the_compiler() -> None:
+    torch._dynamo.reset()
+    model = tiny("p4resnet29_asc")
+    images = torch.randn(1, 3, 10, 10)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")(images)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert relative_error(compiled, model(images)) < 1e-5
+
+
+@pytest.mark.parametrize("planar", [True, False])
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_filters_are_steered_alike_when_compiled(planar: bool, k: int) -> None:
+    torch._dynamo.reset()
+    filters = torch.randn(3, *(() if planar else (8,)), k, k)
+    steer = torch.compile(lambda f: P4M.steer(f, planar=planar), fullgraph=True, backend="eager")
+    assert torch.equal(steer(filters), P4M.steer(filters, planar=planar))

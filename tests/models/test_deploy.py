@@ -1,0 +1,291 @@
+"""The ways in which people run a PyTorch model: exported, folded, in half precision, in channels_last."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.tiny_models import TINY, awake, channels_last, relative_error, tiny, trained
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from selfconv.models import create_model, export_onnx, export_program, fold_batch_norm, list_models
+from selfconv.nn import (
+    AffineSelfConv2d,
+    GroupBatchNorm,
+    GroupConv2d,
+    LiftingConv2d,
+    SimpleAffineSelfConv2d,
+    StandAloneSelfAttention2d,
+    set_backend,
+)
+from selfconv.nn._fixed import fix_filters
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "overrides"),
+    [
+        ("p4resnet29_asc_se", 32, {"depth": 29}),
+        ("p4mresnet29", 16, {"depth": 11, "downsample": "pool", "in_channels": 1}),
+    ],
+)
+def test_exported_programs_agree_at_any_batch_size(
+    name: str, size: int, overrides: dict[str, Any], tmp_path: Path
+) -> None:
+    model = trained(create_model(name, **overrides), size=size)
+    shape = (model.in_channels, size, size)
+    export_program(model, tmp_path / "model.pt2", input_shape=shape)
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    for batch in (1, 7):
+        images = torch.randn(batch, *shape)
+        with torch.no_grad():
+            assert (program(images) - model(images)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(("name", "depth"), [("resnet29_asc_se", 29), ("p4resnet29_asc", 11)])
+def test_onnx_agrees_at_any_batch_size(name: str, depth: int, tmp_path: Path) -> None:
+    model = trained(create_model(name, depth=depth))
+    export_onnx(model, tmp_path / "model.onnx")
+    assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]  # the weights are inside
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    for batch in (1, 7):
+        images = torch.randn(batch, 3, 32, 32)
+        (from_onnx,) = session.run(["logits"], {"images": images.numpy()})
+        with torch.no_grad():
+            logits = model(images)
+        assert (torch.from_numpy(from_onnx) - logits).abs().max() < 1e-5
+        assert logits.std() > 1e-2
+
+
+CONV = partial(GroupConv2d, 4, 6)
+LAYERS: dict[str, Callable[..., nn.Module]] = {
+    "conv": partial(CONV, 3, padding="same"),
+    "conv, stride": partial(CONV, 3, 2, 1, bias=False),
+    "conv, even": partial(CONV, 2),
+    "conv, pool": partial(CONV, 3, 2, 1, downsample="pool"),
+    "pointwise, pool": partial(CONV, 1, 2, downsample="pool"),
+    "asc": partial(AffineSelfConv2d, 4, 8, 3, num_heads=2, bias=True),
+    "asc, stride": partial(AffineSelfConv2d, 4, 8, 5, 2, num_heads=4, key_channels=4),
+    "asc, dense": partial(AffineSelfConv2d, 4, 8, 3, num_heads=2, psi="dense"),
+    "asc, beta": partial(AffineSelfConv2d, 4, 8, 3, num_heads=1, affine="beta", qkv_bias=False),
+    "simple asc": partial(SimpleAffineSelfConv2d, 4, 8, 3, num_heads=2),
+    "sasa": partial(StandAloneSelfAttention2d, 4, 8, 3, num_heads=2),
+}
+
+
+@pytest.mark.parametrize("group", ["z2", "p4", "p4m"])
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_layers_with_fixed_filters_are_the_same_functions(name: str, group: str, dtype: torch.dtype) -> None:
+    lifting = LiftingConv2d(2, 4, 3, padding=1, group=group, dtype=dtype)
+    layers = nn.Sequential(lifting, LAYERS[name](group=group, dtype=dtype))
+    for bias in (p for n, p in layers.named_parameters() if n.endswith(("bias", "b_in", "b_out"))):
+        nn.init.normal_(bias)
+    images = torch.randn(3, 2, 8, 6, dtype=dtype)
+    with torch.no_grad():
+        expected = layers(images)
+        fixed = fix_filters(copy.deepcopy(layers))
+        assert not [m for m in fixed.modules() if isinstance(m, type(lifting) | type(layers[1]))]
+        got = fixed(images)
+    assert got.dtype == dtype
+    assert got.shape == expected.shape
+    assert relative_error(got.double(), expected.double()) < (1e-12 if dtype == torch.float64 else 0.05)
+
+
+class Residual(AffineSelfConv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+class Entropy(nn.Module):
+    """Asks a layer for more than its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = AffineSelfConv2d(3, 4, 3, num_heads=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        alpha = self.layer.attention_weights(x)
+        return self.layer(x).mean((2, 3)) - (alpha * alpha.log()).sum((2, 3)).mean((2, 3)).repeat(1, 2)
+
+
+def layer_used_twice() -> nn.Module:
+    layer = AffineSelfConv2d(3, 3, 3, num_heads=1)
+    return nn.Sequential(layer, nn.ReLU(), layer)
+
+
+def hooked() -> nn.Module:
+    layer = GroupConv2d(3, 4, 3)
+    layer.register_forward_hook(lambda layer, inputs, output: 2 * output)
+    return nn.Sequential(layer)
+
+
+def hooked_norm() -> nn.Module:
+    model = tiny("resnet29")
+    model.stem.norm.register_forward_hook(lambda norm, inputs, output: output - 1)
+    return model
+
+
+def convolution_of_two_norms() -> nn.Module:
+    model = tiny("resnet29")
+    block: Any = model.get_submodule("stages.0.0")
+    block.reduce.conv = block.expand.conv = GroupConv2d(4, 4, 1, bias=False)
+    block.expand.norm = GroupBatchNorm(4)
+    block.shortcut = nn.Identity()
+    return nn.Sequential(model.stem, block)
+
+
+def parametrized() -> nn.Module:
+    model = tiny("resnet29_asc")
+    weight_norm(model.stem.conv)
+    return model
+
+
+def wrapped() -> nn.Module:
+    model = tiny("p4resnet29_asc")
+    model.stem.conv = nn.Sequential(model.stem.conv, nn.Identity())
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Sequential(Residual(3, 3, 3, num_heads=1)),
+        lambda: AffineSelfConv2d(3, 4, 3, num_heads=2),
+        Entropy,
+        layer_used_twice,
+        hooked,
+        hooked_norm,
+        convolution_of_two_norms,
+        parametrized,
+        wrapped,
+    ],
+    ids=["subclass", "layer", "asked", "twice", "hook", "hooked norm", "shared", "parametrized", "wrapped"],
+)
+def test_networks_of_others_are_exported_as_they_are(make: Callable[[], nn.Module]) -> None:
+    model = make().eval()
+    state = torch.get_rng_state()
+    program = export_program(model, input_shape=(3, 8, 8))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not [n for n in program.graph.nodes if "selfconv" in str(n.target)]
+    images = torch.randn(3, 3, 8, 8)
+    with torch.no_grad():
+        assert relative_error(program.module()(images), model(images)) < 1e-5
+
+
+def test_exporting_leaves_the_model_alone(tmp_path: Path) -> None:
+    model = set_backend(tiny("resnet29_asc").train(), "reference")
+    before = copy.deepcopy(model.state_dict())
+    program = export_program(model, input_shape=(3, 8, 8))
+    assert model.training
+    assert model.get_submodule("stages.0.0.spatial.conv").backend == "reference"
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert not [n for n in program.graph.nodes if "selfconv" in str(n.target)]  # plain operators only
+
+
+def test_export_needs_a_shape_for_a_network_of_others() -> None:
+    with pytest.raises(
+        ValueError, match=r"input_shape: expected \(channels, h, w\) for a Sequential; got None"
+    ):
+        export_program(nn.Sequential(nn.Conv2d(3, 8, 3)))
+
+
+def test_onnx_without_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(
+        ModuleNotFoundError, match=r"^ONNX export needs onnxscript: pip install 'selfconv\[onnx\]'$"
+    ):
+        export_onnx(tiny("resnet29"), tmp_path / "model.onnx", input_shape=(3, 8, 8))
+
+
+@pytest.mark.parametrize("name", list_models("*29*"))
+def test_folded_batch_norm_is_the_same_function(name: str) -> None:
+    overrides = {"num_heads": 1} if "sasa" in name else {}
+    model = awake(create_model(name, **TINY | overrides | {"downsample": "pool"}).double())
+    folded = fold_batch_norm(model)
+    images = torch.randn(3, 3, 12, 8, dtype=torch.float64)
+    with torch.no_grad():
+        assert relative_error(folded(images), model(images)) < 1e-9
+    assert not [m for m in folded.modules() if isinstance(m, nn.BatchNorm2d)]
+    assert [m for m in model.modules() if isinstance(m, GroupBatchNorm)]
+
+
+def test_folding_again_changes_nothing() -> None:
+    folded = fold_batch_norm(tiny("p4resnet29_asc"))
+    images = torch.randn(1, 3, 8, 8)
+    assert torch.equal(fold_batch_norm(folded)(images), folded(images))
+
+
+@pytest.mark.parametrize(
+    "name", ["resnet29_asc_se", "p4resnet29_asc", "p4mresnet29_simple_asc", "resnet29_sasa"]
+)
+def test_bfloat16_autocast(name: str) -> None:
+    model = create_model(name, depth=11)
+    images, labels = torch.randn(4, 3, 16, 16), torch.tensor([0, 1, 2, 3])
+    trained(model, size=16)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(images)
+    assert logits.dtype == torch.bfloat16
+    assert relative_error(logits.float(), model(images)) < 0.1
+    model.train()
+    with torch.autocast("cpu", torch.bfloat16):
+        F.cross_entropy(model(images), labels).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", ["resnet29_asc_se", "p4resnet29_asc_se", "p4mresnet29", "resnet29_sasa"])
+def test_channels_last_is_the_same_function(name: str) -> None:
+    model = awake(create_model(name, depth=11, downsample="pool").double(), size=16)
+    last = channels_last(copy.deepcopy(model))
+    images = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    features = last.forward_features(images.to(memory_format=torch.channels_last))
+    if model.config["spatial"] == "conv":  # what attention returns is its backend's to choose
+        assert features.stride(1) == 1  # channels stayed innermost through the whole network
+    assert relative_error(features, model.forward_features(images)) < 1e-9
+    assert relative_error(last(images), model(images)) < 1e-9  # an image in the other format is no matter
+    model.train(), last.train()
+    (model(images) ** 2).sum().backward()
+    (last(images.to(memory_format=torch.channels_last)) ** 2).sum().backward()
+    for ours, theirs in zip(last.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(ours.grad, theirs.grad, rtol=1e-6, atol=1e-9)  # type: ignore[arg-type]
+
+
+def saved_elements(model: nn.Module, images: Tensor) -> int:
+    """How much a forward pass keeps for the backward pass."""
+    total = 0
+
+    def pack(t: Tensor) -> Tensor:
+        nonlocal total
+        total += t.numel()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model(images)
+    return total
+
+
+@pytest.mark.parametrize("name", ["resnet29_asc", "p4resnet29_se"])
+def test_gradient_checkpointing_changes_nothing_but_memory(name: str) -> None:
+    plain = awake(create_model(name, **TINY).double()).train()
+    saving = copy.deepcopy(plain)
+    saving.set_grad_checkpointing()
+    images = torch.randn(4, 3, 9, 9, dtype=torch.float64)
+    for model in (plain, saving):
+        (model(images) ** 2).sum().backward()
+    for ours, theirs in zip(saving.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12)  # type: ignore[arg-type]
+    for key, value in plain.state_dict().items():  # the second pass has not moved the statistics again
+        assert torch.equal(saving.state_dict()[key], value), key
+    kept = [saved_elements(model, images) for model in (plain, saving)]
+    assert kept[1] < kept[0] / 3
+    saving.set_grad_checkpointing(False)
+    assert torch.equal(saving.eval()(images), plain.eval()(images))

@@ -1,0 +1,402 @@
+"""The models by name: what they are made of, exactly, and what they say to bad input."""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from helpers import ROOT
+from helpers.tiny_models import TINY, tiny
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from torch import nn
+
+import selfconv
+from selfconv.groups import P4, get_group
+from selfconv.models import (
+    ResNet,
+    ResNetConfig,
+    count_flops,
+    count_parameters,
+    create_model,
+    list_models,
+    model_info,
+    models_table,
+)
+from selfconv.nn import GroupBatchNorm, LocalAttention2d
+from selfconv.ops import affine_self_conv_flops
+
+# parameters as the design states them, for 10 and 100 classes
+STATED = {
+    "resnet29": (313_114, 336_244),
+    "resnet29_se": (346_798, None),
+    "p4resnet29": (309_138, 320_748),
+    "p4resnet29_se": (342_234, 353_844),
+    "resnet29_sasa": (235_162, None),
+    "resnet29_simple_asc": (217_354, 240_484),
+    "resnet29_asc": (267_754, 290_884),
+    "resnet29_asc_se": (301_438, None),
+    "p4resnet29_asc": (271_842, 283_452),
+}
+PAPER = {  # thousands, as printed, for 10 and 100 classes
+    "resnet29": (313, 336),
+    "resnet29_se": (347, None),
+    "p4resnet29": (310, 321),
+    "p4resnet29_se": (342, 354),
+    "resnet29_sasa": (235, None),
+    "resnet29_simple_asc": (217, 240),
+    "resnet29_asc": (268, 291),
+    "resnet29_asc_se": (301, None),
+    "p4resnet29_asc": (272, 283),
+}
+
+
+def counted_by_hand(name: str, classes: int) -> int:
+    """Parameters by the arithmetic of the paper's appendix: nothing here knows of layers or modules."""
+    prefix, depth, suffix = re.fullmatch(r"(p4m|p4|)resnet(\d+)_?(.*)", name).groups()  # type: ignore[union-attr]
+    order = {"": 1, "p4": 4, "p4m": 8}[prefix]
+    base = {"": 16, "p4": 8, "p4m": 6}[prefix]
+    spatial = suffix.removesuffix("se").removesuffix("_")
+    reduction = {1: 16, 4: 4, 8: 2}[order]
+    total = 3 * base * 9 + 2 * base
+    channels = base
+    for width in (base, 2 * base, 4 * base):
+        out = 4 * width
+        linear, window = width * width * order, 25 * width
+        layer = {
+            "": 9 * linear,
+            "pool": 9 * linear,
+            "sasa": 3 * (linear + width) + 5 * width + linear,
+            "simple_asc": (linear + width) + window * order + window + linear,
+            "asc": 3 * (linear + width) + 2 * (window * order + window) + width * order + width + linear,
+        }[spatial]
+        se = (2 * out * (out // reduction) + out // reduction + out) if suffix.endswith("se") else 0
+        for block in range((int(depth) - 2) // 9):
+            total += channels * width * order + 2 * width + layer + 2 * width + width * out * order + 2 * out
+            total += se
+            if block == 0:
+                total += channels * out * order + 2 * out
+            channels = out
+    return total + channels * classes + classes
+
+
+@pytest.mark.parametrize("name", list_models())
+def test_parameters_are_those_of_the_arithmetic(name: str) -> None:
+    for classes in (10, 100):
+        assert count_parameters(create_model(name, classes)) == counted_by_hand(name, classes)
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_parameters_are_as_stated(name: str) -> None:
+    for classes, stated, printed in zip((10, 100), STATED[name], PAPER[name], strict=True):
+        if stated is not None:
+            counted = count_parameters(create_model(name, num_classes=classes))
+            assert counted == stated
+            if (name, classes) != ("p4resnet29", 10):  # printed as 310, against its own count for 100 classes
+                assert round(counted / 1000) == printed
+
+
+def test_the_paper_contradicts_itself_about_p4resnet29() -> None:
+    ten, hundred = STATED["p4resnet29"]
+    assert hundred is not None
+    assert hundred - ten == 90 * (128 + 1) == 11_610  # 90 more classes, 128 features and a bias each
+    assert round(hundred / 1000) == PAPER["p4resnet29"][1]
+    assert round((hundred - 11_610) / 1000) == 309 != PAPER["p4resnet29"][0]
+
+
+def test_the_documentation_tells_the_counts_we_have() -> None:
+    text = (ROOT / "docs" / "models.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(\w+resnet\d\w+|resnet\d\w+)` \|.*\| ([\d,]+) \|", text, re.MULTILINE)
+    told = {name: int(count.replace(",", "")) for name, count in rows}
+    assert told == {name: count_parameters(create_model(name)) for name in list_models()}
+    assert "310k" in text
+
+
+def test_the_names() -> None:
+    names = list_models()
+    assert len(names) == len(set(names)) == 36
+    assert {n for n in names if "29" in n} >= set(STATED)
+    assert {n.replace("29", "83") for n in STATED} <= set(names)
+    assert {"p4resnet29_simple_asc", "p4resnet29_asc_se", "p4mresnet29", "p4mresnet29_asc"} <= set(names)
+    assert list_models("p4mresnet83*") == [n for n in names if n.startswith("p4mresnet83")] != []
+    assert list_models("*_sasa") == ["resnet29_sasa", "resnet83_sasa"]
+    assert list_models("vgg*") == []
+    assert selfconv.list_models is list_models
+    assert selfconv.create_model is create_model
+
+
+@pytest.mark.parametrize("name", list_models("*29*"))
+def test_initialisation_is_the_papers(name: str) -> None:
+    model = create_model(name)
+    attention = any(isinstance(layer, LocalAttention2d) for layer in model.modules())
+    last = {f"{path}.expand.norm" for path, m in model.named_modules() if hasattr(m, "expand")}
+    for path, layer in model.named_modules():
+        if isinstance(layer, GroupBatchNorm):
+            gamma = 0.0 if attention and path in last else 1.0
+            assert torch.equal(layer.weight, torch.full_like(layer.weight, gamma)), path
+            assert not layer.bias.any()
+    weights = [p for n, p in model.named_parameters() if n.endswith((".conv.weight", ".w_in", ".w_out"))]
+    spread = torch.cat([(w * (w[0].numel() / 2) ** 0.5).flatten() for w in weights])  # fan counts every plane
+    assert abs(spread.std().item() - 1) < 0.03
+    affine = [p for n, p in model.named_parameters() if n.rsplit(".", 1)[1].startswith(("psi", "beta"))]
+    assert bool(affine) == attention
+    if affine:
+        assert abs(torch.cat([p.flatten() for p in affine]).std().item() - 1) < 0.05
+
+
+def test_every_override_reaches_the_network() -> None:
+    model = create_model(
+        "resnet29_asc", 7, 1, group=P4, widths=[8, 8, 16], depth=20, kernel_size=3, num_heads=4, psi="dense",
+        affine="psi", scale="head", downsample="stride", pool="max",
+    )  # fmt: skip
+    layer = model.get_submodule("stages.2.1.spatial.conv")
+    assert (model.group, layer.group) == (get_group("p4"), P4)
+    assert (layer.in_channels, layer.kernel_size, layer.num_heads, layer.psi) == (16, 3, 4, "dense")
+    assert layer.affine == "psi"
+    assert layer.scale == 4 / 16
+    assert len(model.stages) == 3
+    assert [len(list(stage.children())) for stage in model.stages] == [2, 2, 2]
+    assert model.get_submodule("stages.1.0.shortcut.conv").downsample == "stride"
+    assert model.pool.mode == "max"
+    with pytest.warns(UserWarning, match="8×12 images"):
+        assert model(torch.randn(2, 1, 8, 12)).shape == (2, 7)
+    assert model.config["widths"] == (8, 8, 16)
+
+
+def test_overriding_the_group_gives_the_model_of_that_group() -> None:
+    for planar, group in (("resnet29_asc_se", "p4"), ("resnet29", "p4m"), ("p4resnet29_simple_asc", "p4m")):
+        name = group + planar.removeprefix("p4")
+        assert create_model(planar, group=group).config == create_model(name).config
+    assert create_model("p4resnet29_asc", group="z2", depth=83).config == create_model("resnet83_asc").config
+
+
+@given(
+    st.sampled_from(list_models("*29*")),
+    st.integers(4, 14),
+    st.integers(4, 14),
+    st.integers(1, 3),
+    st.sampled_from([1, 3, 4]),
+)
+def test_any_image_size_batch_and_channels(name: str, h: int, w: int, n: int, channels: int) -> None:
+    overrides = TINY | ({"num_heads": 1} if "sasa" in name else {})
+    model = create_model(name, 5, channels, **overrides).eval()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of sizes, which have their own test
+        features = model.forward_features(torch.randn(n, channels, h, w))
+    group_axis = () if len(model.group) == 1 else (len(model.group),)
+    strided = model.config["downsample"] == "stride"
+    sides = [(s + 3) // 4 if strided else s // 4 for s in (h, w)]
+    assert features.shape == (n, 32, *group_axis, *sides)
+    assert model.forward_head(features).shape == (n, 5)
+
+
+def test_config_rebuilds_the_model() -> None:
+    for name in list_models("*29*"):
+        model = create_model(name, 3, 1)
+        again = ResNet.from_config(model.config)
+        assert {k: v.shape for k, v in again.state_dict().items()} == {
+            k: v.shape for k, v in model.state_dict().items()
+        }
+        assert again.config == model.config
+        assert repr(again) == repr(model)
+
+
+def test_state_dict_keys_are_the_same_in_train_and_eval() -> None:
+    model = tiny("p4resnet29_asc_se")
+    keys = list(model.eval().state_dict())
+    model(torch.randn(1, 3, 12, 8))
+    assert list(model.train().state_dict()) == keys
+
+
+# ---- information ----
+
+
+def test_flops_of_the_operation_by_hand() -> None:
+    n, c, h, k = 2, 6, 5, 3
+    query, psi, beta = (n, c, h, h), (c, k, k), (c, k, k)
+    per_neighbour = 2 + 2 + 2 + 2  # A^K, score, A^V, aggregation: a multiply-add each
+    full = n * h * h * k * k * c * per_neighbour
+    assert affine_self_conv_flops(query, query, query, psi, beta, psi, beta) == full
+    no_affine = affine_self_conv_flops(query, query, query, None, None, None, None, kernel_size=k)
+    assert no_affine == full // 2
+    only_beta = affine_self_conv_flops(query, query, query, None, beta, None, None)
+    assert only_beta == no_affine + n * h * h * k * k * c
+    f, psi_p4 = (n, c, 4, h, h), (c, 4, k, k)
+    on_p4 = affine_self_conv_flops(f, f, f, psi_p4, beta, psi_p4, beta)
+    assert on_p4 == n * 4 * h * h * k * k * c * (8 + 2 + 8 + 2)
+    dense = affine_self_conv_flops(query, query, query, (c, c, k, k), beta, (c, c, k, k), beta)
+    assert dense == n * h * h * k * k * c * (2 * c + 2 + 2 * c + 2)
+    with pytest.raises(ValueError, match="kernel_size"):
+        affine_self_conv_flops(query, query, query, None, None, None, None)
+
+
+def test_flops_of_a_network_by_hand() -> None:
+    """resnet29: 2 · multiply-adds of its convolutions and its classifier."""
+    total, channels = 32 * 32 * 9 * 3 * 16, 16
+    for width, side in ((16, 32), (32, 16), (64, 8)):
+        out = 4 * width
+        for block in range(3):
+            before = 2 * side if block == 0 and width > 16 else side  # the 1×1 map sees the larger map
+            total += before**2 * channels * width + side**2 * (9 * width * width + width * out)
+            if block == 0:
+                total += side**2 * channels * out
+            channels = out
+    assert model_info("resnet29").flops == 2 * (total + 256 * 10)
+
+
+@pytest.mark.parametrize("name", ["resnet29_asc_se", "p4resnet29_simple_asc", "p4mresnet29", "resnet29_sasa"])
+def test_info_agrees_with_the_model(name: str) -> None:
+    overrides: dict[str, Any] = {"input_size": 16, "depth": 38}
+    info = model_info(name, **overrides)
+    model = create_model(name, depth=38)
+    assert info.parameters == count_parameters(model)
+    assert info.flops == count_flops(model.to("meta"), (3, 16, 16))
+    assert info.group == model.group.name
+    assert info.config == model.config
+    spatial = {
+        "_asc_se": "AffineSelfConv2d",
+        "_simple_asc": "SimpleAffineSelfConv2d",
+        "_sasa": "StandAloneSelfAttention2d",
+    }
+    suffix = name.partition("29")[2]
+    if suffix:
+        assert info.layers[spatial[suffix]] == 12
+    assert info.layers["Linear"] == 1 + 24 * name.endswith("_se")
+
+
+def test_flops_do_not_depend_on_the_backend_or_device() -> None:
+    model = tiny("p4resnet29_asc")
+    counts = {count_flops(selfconv.nn.set_backend(model, backend), (3, 8, 8)) for backend in (None, "eager")}
+    assert counts == {count_flops(model.to("meta"), (3, 8, 8))}
+    assert model.get_submodule("stages.0.0.spatial.conv").backend == "eager"  # the model itself is left alone
+
+
+def test_asking_for_information_draws_no_random_numbers() -> None:
+    state = torch.get_rng_state()
+    model_info("p4resnet29_asc", depth=11)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_table() -> None:
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(models_table("*resnet29_asc"))
+    text = console.export_text()
+    for name in list_models("*resnet29_asc"):
+        (line,) = [line for line in text.splitlines() if f" {name} " in line]
+        assert f"{model_info(name).parameters:,}" in line
+        assert f"{model_info(name).flops / 1e6:,.1f}" in line
+    assert "6 heads" in text
+
+
+# ---- bad input: one line that restates what was given ----
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("resnet29asc", "resnet29_asc"), ("p4_resnet29", "p4resnet29"), ("ResNet83_SE", "resnet83_se")],
+)
+def test_misspelt_names_are_answered_with_the_nearest(name: str, near: str) -> None:
+    with pytest.raises(ValueError, match=rf"unknown model '{name}'; the nearest are .*\b{near}\b") as error:
+        create_model(name)
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=near):
+        model_info(name)
+
+
+def test_a_name_like_none_of_them() -> None:
+    with pytest.raises(ValueError, match=r"unknown model 'x'; selfconv.list_models\(\) lists them"):
+        create_model("x")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("resnet29", {"num_classes": 0}, "num_classes: expected an integer ≥ 1; got 0"),
+        ("resnet29", {"num_classes": -3}, "num_classes: expected an integer ≥ 1; got -3"),
+        ("resnet29", {"num_classes": 2.5}, "num_classes: expected an integer ≥ 1; got 2.5"),
+        ("resnet29", {"in_channels": 0}, "in_channels: expected an integer ≥ 1; got 0"),
+        ("resnet29", {"group": "p6"}, "unknown group 'p6'"),
+        ("resnet29", {"depth": 30}, "depth: expected 9n[+]2 up to 1001, such as 29 or 38; got 30"),
+        ("resnet29", {"depth": 9_000_002}, "depth: expected 9n[+]2 up to 1001, such as 992 or 1001; got"),
+        ("resnet29", {"depth": 2}, "depth: expected an integer ≥ 11; got 2"),
+        ("resnet29", {"widths": (16, 32)}, "widths: expected three positive integers; got [(]16, 32[)]"),
+        ("resnet29", {"widths": (16, 32, 0)}, "widths: expected three positive integers"),
+        ("resnet29", {"widths": 16}, "widths: expected three positive integers; got 16"),
+        ("resnet29", {"kernel_size": 4}, "kernel_size: expected an odd integer; got 4"),
+        ("resnet29", {"downsample": "max"}, "downsample: expected one of 'stride', 'pool'; got 'max'"),
+        ("resnet29", {"pool": "avg"}, "pool: expected one of 'mean', 'max', 'group_max'; got 'avg'"),
+        ("resnet29_asc", {"psi": "full"}, "psi: expected one of 'channel', 'dense'; got 'full'"),
+        ("resnet29_asc", {"affine": "ψ"}, "affine: expected one of 'both', 'psi', 'beta'; got 'ψ'"),
+        ("resnet29_sasa", {"affine": "beta"}, "affine='beta' needs spatial='asc'; got spatial='sasa'"),
+        (
+            "resnet29_asc",
+            {"affine": "beta", "psi": "dense"},
+            "affine='beta' has no ψ; expected psi='channel'",
+        ),
+        ("resnet29", {"spatial": "conv3"}, "spatial: expected one of 'conv', 'asc', 'simple_asc', 'sasa'"),
+        ("resnet29", {"squeeze_excite": 16}, "squeeze_excite: expected True or False; got 16"),
+        (
+            "p4resnet29_asc",
+            {"num_heads": 3},
+            "got num_heads=3 for widths [(]8, 16, 32[)] on group 'p4', where 1, 2, 4, 8 would fit",
+        ),
+        ("resnet29_asc", {"widths": (6, 12, 24)}, "num_heads=8 for widths [(]6, 12, 24[)] on group 'z2'"),
+        ("resnet29_sasa", {"group": "p4"}, "sasa needs an even number of channels per head; got num_heads=8"),
+        ("resnet29_sasa", {"widths": (5, 5, 5)}, "no number would fit"),
+    ],
+)
+def test_bad_options(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        create_model(name, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_an_unknown_option_is_named() -> None:
+    with pytest.raises(TypeError, match="unknown option kernel; expected some of depth, group, "):
+        create_model("resnet29", kernel=3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((2, 1, 8, 8), r"expected images \[N, 3, h, w\] of 4×4 or more; got shape \[2, 1, 8, 8\]"),
+        ((3, 8, 8), r"got shape \[3, 8, 8\]"),
+        ((1, 3, 8, 3), r"of 4×4 or more; got shape \[1, 3, 8, 3\]"),
+    ],
+)
+def test_images_of_another_shape(shape: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny("p4resnet29_asc")(torch.zeros(shape))
+
+
+def test_images_of_integers() -> None:
+    with pytest.raises(TypeError, match=r"expected floating-point images; got torch.uint8 of shape"):
+        tiny("resnet29")(torch.zeros(1, 3, 8, 8, dtype=torch.uint8))
+
+
+def test_attention_beside_strided_shortcuts_needs_even_maps() -> None:
+    model = tiny("resnet29_asc", downsample="stride")
+    assert model(torch.zeros(1, 3, 8, 12)).shape == (1, 10)
+    with pytest.raises(ValueError, match=r"multiples of 4; got shape \[1, 3, 8, 10\]"):
+        model(torch.zeros(1, 3, 8, 10))
+
+
+def test_a_description_is_checked_however_it_is_made() -> None:
+    with pytest.raises(ValueError, match="unknown group"):
+        ResNetConfig(group="c3", widths=(8, 8, 8), kernel_size=3, num_heads=1, downsample="pool")
+
+
+def test_names_that_are_not_there() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        selfconv.nothing  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_layers_of_the_network_know_their_group() -> None:
+    model = create_model("p4mresnet29_asc_se")
+    assert {str(layer.group) for layer in model.modules() if hasattr(layer, "group")} == {"p4m"}
+    assert isinstance(model.get_classifier(), nn.Linear)

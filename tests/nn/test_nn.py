@@ -1,0 +1,433 @@
+"""Layers on every group: equal to the paper's equations, equivariant, differentiable, at home in PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.cases import GROUPS, Layout, channels_last, contiguous, strided
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from selfconv.groups import IDENTITY, Group, get_group
+from selfconv.nn import (
+    AffineSelfConv2d,
+    GlobalPool,
+    GroupBatchNorm,
+    GroupConv2d,
+    GroupPool,
+    LiftingConv2d,
+    LocalAttention2d,
+    SimpleAffineSelfConv2d,
+    SpatialPool2d,
+    SqueezeExcite,
+    StandAloneSelfAttention2d,
+    set_backend,
+)
+from selfconv.ops import reference
+from selfconv.testing import assert_equivariant, shift_error
+
+C2 = Group("c2", (IDENTITY, ((-1, 0), (0, -1))))
+
+ANY: Any = "odd"  # a word that no argument takes
+Make = Callable[..., nn.Module]
+LAYERS: dict[str, Make] = {
+    "asc": lambda **k: AffineSelfConv2d(4, 6, 5, num_heads=2, **k),
+    "asc_key_channels": lambda **k: AffineSelfConv2d(4, 6, 3, num_heads=2, key_channels=8, bias=True, **k),
+    "asc_dense": lambda **k: AffineSelfConv2d(4, 6, 3, num_heads=2, psi="dense", **k),
+    "asc_psi": lambda **k: AffineSelfConv2d(4, 6, 5, num_heads=2, affine="psi", **k),
+    "asc_psi_dense": lambda **k: AffineSelfConv2d(4, 6, 3, num_heads=2, psi="dense", affine="psi", **k),
+    "asc_beta": lambda **k: AffineSelfConv2d(4, 6, 5, num_heads=2, affine="beta", **k),
+    "asc_beta_stride": lambda **k: AffineSelfConv2d(
+        4, 6, 3, stride=2, num_heads=2, affine="beta", qkv_bias=False, **k
+    ),
+    "asc_stride": lambda **k: AffineSelfConv2d(4, 6, 3, stride=2, num_heads=2, qkv_bias=False, **k),
+    "simple_asc": lambda **k: SimpleAffineSelfConv2d(4, 6, 5, num_heads=2, **k),
+    "simple_asc_dense": lambda **k: SimpleAffineSelfConv2d(4, 6, 3, num_heads=2, psi="dense", **k),
+    "simple_asc_no_bias": lambda **k: SimpleAffineSelfConv2d(4, 6, 3, num_heads=3, qkv_bias=False, **k),
+    "sasa": lambda **k: StandAloneSelfAttention2d(4, 8, 5, num_heads=2, **k),
+    "conv": lambda **k: GroupConv2d(4, 6, 3, padding=1, **k),
+    "conv_valid": lambda **k: GroupConv2d(4, 6, 2, padding="valid", bias=False, **k),
+    "conv_stride_pool": lambda **k: GroupConv2d(4, 6, 3, stride=2, padding="same", downsample="pool", **k),
+    "conv_pointwise_pool": lambda **k: GroupConv2d(4, 6, 1, stride=2, downsample="pool", **k),
+    "lifting": lambda **k: LiftingConv2d(4, 6, 3, padding=1, **k),
+    "lifting_wide_padding": lambda **k: LiftingConv2d(4, 6, 3, padding=2, **k),
+    "lifting_stride_pool": lambda **k: LiftingConv2d(4, 6, 3, stride=2, padding=1, downsample="pool", **k),
+    "batch_norm": lambda **k: GroupBatchNorm(4, **k),
+    "squeeze_excite": lambda **k: SqueezeExcite(4, 2, **k),
+    "group_pool_mean": lambda **k: GroupPool("mean", group=k["group"]),
+    "group_pool_max": lambda **k: GroupPool("max", group=k["group"]),
+    "avg_pool": lambda **k: SpatialPool2d(2, "mean", group=k["group"]),
+    "max_pool": lambda **k: SpatialPool2d(2, "max", group=k["group"]),
+    "global_mean": lambda **k: GlobalPool("mean", group=k["group"]),
+    "global_max": lambda **k: GlobalPool("max", group=k["group"]),
+    "global_group_max": lambda **k: GlobalPool("group_max", group=k["group"]),
+}
+every_layer = pytest.mark.parametrize("name", LAYERS)
+every_group = pytest.mark.parametrize("group", [*GROUPS, C2], ids=str)
+
+
+def features(
+    layer: nn.Module, group: str | Group, dtype: torch.dtype, size: tuple[int, int] = (6, 8)
+) -> Tensor:
+    order = len(get_group(group))
+    axis = () if order == 1 or isinstance(layer, LiftingConv2d) else (order,)
+    return torch.randn(2, 4, *axis, *size, dtype=dtype)
+
+
+@every_group
+@every_layer
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+def test_equivariant_to_every_element(name: str, group: str | Group, dtype: torch.dtype) -> None:
+    layer = LAYERS[name](group=group, dtype=dtype)
+    assert_equivariant(layer, features(layer, group, dtype), group)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@every_layer
+def test_equivariant_to_shifts(name: str, group: str) -> None:
+    layer = LAYERS[name](group=group, dtype=torch.float64).eval()
+    stride = getattr(layer, "stride", 1)
+    x = features(layer, group, torch.float64, (14, 16))
+    if name.startswith("global"):  # the map is gone: a cyclic shift changes nothing
+        torch.testing.assert_close(layer(x.roll((1, 2), (-2, -1))), layer(x), rtol=0, atol=1e-12)
+    elif name == "squeeze_excite":  # the gate sees the whole map, border and all: again a cyclic shift
+        moved, expected = layer(x.roll((1, 2), (-2, -1))), layer(x).roll((1, 2), (-2, -1))
+        torch.testing.assert_close(moved, expected, rtol=0, atol=1e-12)
+    else:
+        error = shift_error(layer, x, stride, stride)
+        assert error is not None
+        assert error < 1e-10
+
+
+@every_group
+@every_layer
+def test_memory_formats_agree_and_are_kept(name: str, group: str | Group) -> None:
+    layer = LAYERS[name](group=group, dtype=torch.float64)
+    x = features(layer, group, torch.float64)
+    y, y_last = layer(x), layer(channels_last(x))
+    torch.testing.assert_close(y_last, y, rtol=0, atol=1e-10)
+    if y.dim() > 3 and name not in ("group_pool_mean", "group_pool_max"):
+        assert y.is_contiguous()
+        if not name.endswith("_dense"):  # eager: contiguous
+            assert y_last.stride(1) == 1
+    torch.testing.assert_close(layer(strided(x)), y, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@every_layer
+def test_gradcheck(name: str, group: str) -> None:
+    layer = LAYERS[name](group=group, dtype=torch.float64)
+    x = features(layer, group, torch.float64, (4, 4))[:1].requires_grad_()
+    names = [n for n, _ in layer.named_parameters()]
+
+    def run(x: Tensor, *parameters: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, dict(zip(names, parameters, strict=True)), (x,))
+
+    assert torch.autograd.gradcheck(run, (x, *layer.parameters()), fast_mode=True)
+
+
+# ---- against the reference ----
+
+
+def heads_map(out: Tensor, layer: LocalAttention2d) -> Tensor:
+    """W^O of aggregated values [C, |H|, h, w], by the reference's group convolution."""
+    w = layer.w_out.reshape(layer.out_channels, layer.out_channels, -1, 1, 1)
+    return reference.group_convolution(out, w, layer.group)
+
+
+@pytest.mark.parametrize(
+    ("psi", "affine"),
+    [("channel", "both"), ("dense", "both"), ("channel", "psi"), ("dense", "psi"), ("channel", "beta")],
+)
+@pytest.mark.parametrize("group", GROUPS)
+def test_asc_is_equations_17_to_20(group: str, psi: Any, affine: Any) -> None:
+    """What ``affine`` leaves out is in the equations a ψ that is 1 at the identity, or a β that is 0."""
+    layer = AffineSelfConv2d(2, 4, 3, num_heads=2, group=group, psi=psi, affine=affine, dtype=torch.float64)
+    names = {name for name, _ in layer.named_parameters()} - {"w_in", "b_in", "w_out"}
+    kept = ("psi", "beta") if affine == "both" else (affine,)
+    assert names == {f"{filters}_{feature}" for filters in kept for feature in "qkv"}
+    assert layer.b_in is not None
+    nn.init.normal_(layer.b_in)
+    g = layer.group
+    x = torch.randn(2, len(g), 3, 2, dtype=torch.float64)
+    w_q, w_k, w_v = layer.w_in.reshape(3, 4, 2, len(g))
+    b_q, b_k, b_v = layer.b_in.reshape(3, 4)
+    q, k, v = (reference.group_linear_map(x, w, b, g) for w, b in ((w_q, b_q), (w_k, b_k), (w_v, b_v)))
+    shape = (4, 4, len(g), 3, 3) if psi == "dense" else (4, len(g), 3, 3)
+    one, none = torch.zeros(shape, dtype=torch.float64), torch.zeros(4, 3, 3, dtype=torch.float64)
+    one[:, 0] = 1  # where there is no ψ: never if it is dense
+    psi_q = one[..., 0, 0] if layer.psi_q is None else layer.psi_q.reshape(shape[:-2])
+    psi_k, psi_v = (one if p is None else p.reshape(shape) for p in (layer.psi_k, layer.psi_v))
+    beta_q = none[:, 0, 0] if layer.beta_q is None else layer.beta_q
+    beta_k, beta_v = (none if b is None else b for b in (layer.beta_k, layer.beta_v))
+    query = reference.group_query(q, psi_q, beta_q, g)
+    out = reference.group_asc(query, k, v, psi_k, beta_k, psi_v, beta_v, g, 2, layer.scale)
+    batch = x[None] if len(g) > 1 else x[None, :, 0]
+    torch.testing.assert_close(layer(batch).reshape(out.shape), heads_map(out, layer), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("psi", ["channel", "dense"])
+@pytest.mark.parametrize("group", GROUPS)
+def test_simple_asc_is_equation_14(group: str, psi: str) -> None:
+    layer = SimpleAffineSelfConv2d(2, 4, 3, num_heads=2, group=group, psi=psi, dtype=torch.float64)  # type: ignore[arg-type]
+    assert layer.b_in is not None
+    nn.init.normal_(layer.b_in)
+    g = layer.group
+    x = torch.randn(2, len(g), 3, 2, dtype=torch.float64)
+    f = reference.group_linear_map(x, layer.w_in.reshape(4, 2, len(g)), layer.b_in, g)
+    psi_kv = layer.psi_kv.reshape((4, 4, len(g), 3, 3) if psi == "dense" else (4, len(g), 3, 3))
+    out = reference.simple_group_asc(f, psi_kv, layer.beta_kv, g, 2, layer.scale)
+    batch = x[None] if len(g) > 1 else x[None, :, 0]
+    torch.testing.assert_close(layer(batch).reshape(out.shape), heads_map(out, layer), rtol=0, atol=1e-10)
+
+
+def test_sasa_scores_with_row_and_column_offsets() -> None:
+    """Section 4: in each head half of β^K depends on the row offset alone, half on the column offset."""
+    layer = StandAloneSelfAttention2d(2, 8, 3, num_heads=2, dtype=torch.float64)
+    psi_k, beta_k, psi_v, beta_v = layer.affine_parameters()
+    assert psi_k is None
+    assert psi_v is None
+    assert beta_v is None
+    assert beta_k is not None
+    for head in (slice(0, 4), slice(4, 8)):
+        by_row, by_column = beta_k[head][:2], beta_k[head][2:]
+        assert torch.equal(by_row, by_row[:, :, :1].expand(-1, -1, 3))
+        assert torch.equal(by_column, by_column[:, :1].expand(-1, 3, -1))
+    assert layer.beta_k.numel() == 8 * 3
+    x = torch.randn(1, 2, 3, 3, dtype=torch.float64)
+    q, k, v = F.conv2d(x, layer.w_in, layer.b_in)[0].split(8)
+    one, none = torch.ones(8, 3, 3, dtype=torch.float64), torch.zeros(8, 3, 3, dtype=torch.float64)
+    out = reference.asc(q, k, v, one, beta_k, one, none, 2, layer.scale)
+    torch.testing.assert_close(layer(x), F.conv2d(out[None], layer.w_out), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("k", [1, 3])
+def test_convolutions_are_equations_1_and_3(group: str, k: int) -> None:
+    g = get_group(group)
+    lift = LiftingConv2d(2, 3, k, padding="same", bias=False, group=g, dtype=torch.float64)
+    x = torch.randn(2, 4, 3, dtype=torch.float64)
+    lifted = reference.lifting_convolution(x, lift.weight, g)
+    out = lift(x[None]).reshape(lifted.shape)
+    torch.testing.assert_close(out, lifted, rtol=0, atol=1e-12)
+    conv = GroupConv2d(3, 2, k, padding="same", bias=False, group=g, dtype=torch.float64)
+    expected = reference.group_convolution(lifted, conv.weight.reshape(2, 3, len(g), k, k), g)
+    actual = conv(lift(x[None])).reshape(expected.shape)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+
+
+@given(
+    k=st.integers(1, 5),
+    stride=st.integers(1, 3),
+    padding=st.integers(0, 3),
+    size=st.tuples(st.integers(5, 9), st.integers(5, 9)),
+)
+def test_every_stride_and_padding_samples_the_same_convolution(
+    k: int, stride: int, padding: int, size: tuple[int, int]
+) -> None:
+    """A strided group convolution is the dense one, sampled; on z2 it is conv2d."""
+    for group in ("z2", "p4"):
+        conv = GroupConv2d(2, 3, k, stride, padding, group=group, dtype=torch.float64)
+        dense = copy.deepcopy(conv)
+        dense.stride = 1
+        x = features(conv, group, torch.float64, size)[:, :2]
+        expected = dense(x)[..., ::stride, ::stride]
+        torch.testing.assert_close(conv(x), expected, rtol=0, atol=1e-12)
+        if group == "z2":
+            plain = F.conv2d(x, conv.weight, conv.bias, stride, padding)
+            torch.testing.assert_close(conv(x), plain, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_squeeze_excite_is_equations_15_and_16(group: str) -> None:
+    layer = SqueezeExcite(4, 2, group=group, dtype=torch.float64)
+    x = features(layer, group, torch.float64, (3, 2))
+    w_1, b_1, w_2, b_2 = layer.expand.weight, layer.expand.bias, layer.reduce.weight, layer.reduce.bias
+    expected = torch.stack([reference.excite(image, w_1, b_1, w_2, b_2) for image in x])
+    torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("layout", [contiguous, channels_last], ids=lambda layout: layout.__name__)
+@pytest.mark.parametrize("group", GROUPS)
+def test_batch_norm_shares_statistics_over_the_group(group: str, layout: Layout) -> None:
+    layer = GroupBatchNorm(4, group=group, dtype=torch.float64)
+    nn.init.normal_(layer.weight)
+    nn.init.normal_(layer.bias)
+    x = layout(features(layer, group, torch.float64))
+    plain = nn.BatchNorm1d(4, dtype=torch.float64)
+    plain.load_state_dict(layer.state_dict())
+    for _ in range(2):  # in training, then with the running statistics
+        expected = plain(x.flatten(2)).reshape(x.shape)
+        torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-12)
+        layer.eval()
+        plain.eval()
+    torch.testing.assert_close(layer.running_var, plain.running_var, rtol=0, atol=1e-12)
+
+
+def test_sync_batch_norm_takes_its_place() -> None:
+    converted = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(GroupBatchNorm(4, group="p4")))
+    assert isinstance(converted[0], nn.SyncBatchNorm)
+
+
+def test_the_maximum_over_the_group_is_of_means_over_space() -> None:
+    x = torch.randn(2, 4, 4, 3, 5)
+    expected = torch.stack([x[:, :, p].flatten(2).mean(2) for p in range(4)]).max(0).values
+    torch.testing.assert_close(GlobalPool("group_max", group="p4")(x), expected)
+    planar = torch.randn(2, 4, 3, 5)
+    assert torch.equal(GlobalPool("group_max")(planar), GlobalPool("mean")(planar))
+
+
+# ---- at home in PyTorch ----
+
+
+@every_layer
+def test_layers_follow_pytorch_conventions(name: str) -> None:
+    layer = LAYERS[name](group="p4", dtype=torch.float32)
+    before = {n: t.shape for n, t in layer.state_dict().items()}
+    x = features(layer, "p4", torch.float32)
+    expected = layer.eval()(x)
+    # as every training loop does
+    layer = copy.deepcopy(layer).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
+    layer(features(layer, "p4", torch.float32, (4, 6)))
+    layer.train()
+    assert {n: t.shape for n, t in layer.state_dict().items()} == before
+    assert all(p.dim() <= 4 for p in layer.parameters())
+    assert "group='p4'" in repr(layer)
+
+
+def test_printing_shows_sizes() -> None:
+    layer = AffineSelfConv2d(16, 32, 5, stride=2, num_heads=8, group="p4")
+    assert repr(layer) == (
+        "AffineSelfConv2d(16, 32, kernel_size=5, stride=2, num_heads=8, scale=0.03125, group='p4')"
+    )
+
+
+def test_device_and_dtype_arguments() -> None:
+    for name in ("asc", "simple_asc", "sasa", "conv", "lifting", "batch_norm", "squeeze_excite"):
+        layer = LAYERS[name](group="p4", device="meta", dtype=torch.bfloat16)
+        assert all(p.device.type == "meta" and p.dtype == torch.bfloat16 for p in layer.parameters())
+
+
+def test_initialisation_is_the_papers() -> None:
+    conv = GroupConv2d(64, 256, 3, group="p4")
+    assert conv.weight.std().item() == pytest.approx((2 / (64 * 4 * 9)) ** 0.5, rel=0.02)
+    asc = AffineSelfConv2d(64, 256, 5, group="p4")
+    assert asc.w_in.std().item() == pytest.approx((2 / (64 * 4)) ** 0.5, rel=0.02)
+    for name in ("psi_q", "beta_q", "psi_k", "beta_k", "psi_v", "beta_v"):
+        parameter = getattr(asc, name)
+        assert parameter.std().item() == pytest.approx(1, rel=0.15), name
+        assert parameter.mean().item() == pytest.approx(0, abs=0.15), name
+    assert asc.b_in is not None
+    assert not asc.b_in.any()
+
+
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [
+        (AffineSelfConv2d(16, 16), 16 * 16 * 4 + 3 * 16 + 4 * 25 * 16 + 2 * 16),
+        (SimpleAffineSelfConv2d(16, 16), 16 * 16 * 2 + 16 + 2 * 25 * 16),
+        (StandAloneSelfAttention2d(16, 16), 16 * 16 * 4 + 3 * 16 + 5 * 16),
+        (AffineSelfConv2d(8, 8, group="p4"), 8 * 8 * 4 * 4 + 3 * 8 + 2 * 25 * 5 * 8 + 5 * 8),
+        (AffineSelfConv2d(16, 16, affine="psi"), 16 * 16 * 4 + 3 * 16 + 2 * 25 * 16 + 16),
+        (AffineSelfConv2d(8, 8, group="p4", affine="beta"), 8 * 8 * 4 * 4 + 3 * 8 + 2 * 25 * 8 + 8),
+        (SqueezeExcite(64), 64 * 4 * 2 + 4 + 64),
+    ],
+)
+def test_parameter_counts(layer: nn.Module, expected: int) -> None:
+    assert sum(p.numel() for p in layer.parameters()) == expected
+
+
+def test_set_backend_reaches_every_layer() -> None:
+    model = nn.Sequential(
+        AffineSelfConv2d(2, 2, num_heads=1), nn.Sequential(SimpleAffineSelfConv2d(2, 2, num_heads=1))
+    )
+    set_backend(model, "eager")
+    assert [m.backend for m in model.modules() if isinstance(m, LocalAttention2d)] == ["eager", "eager"]
+    with pytest.raises(ValueError, match="unknown backend 'fast'"):
+        set_backend(model, "fast")
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_layer_attention_weights_sum_to_one(group: str) -> None:
+    for name in ("asc", "simple_asc", "sasa"):
+        layer = LAYERS[name](group=group, dtype=torch.float64)
+        assert isinstance(layer, LocalAttention2d)
+        alpha = layer.attention_weights(features(layer, group, torch.float64, (3, 4)))
+        assert alpha.shape[-4:] == (5, 5, 3, 4)
+        torch.testing.assert_close(alpha.sum((-4, -3)), torch.ones_like(alpha[..., 0, 0, :, :]))
+
+
+# ---- bad input ----
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: AffineSelfConv2d(4, 6, num_heads=4),
+            "num_heads=4 does not divide 6 key channels, 6 value channels",
+        ),
+        (lambda: AffineSelfConv2d(4, 8, 4), "kernel_size: expected an odd integer ≥ 1; got 4"),
+        (lambda: AffineSelfConv2d(4, 8, (3, 3)), "expected an odd integer ≥ 1; got (3, 3)"),  # type: ignore[arg-type]
+        (lambda: AffineSelfConv2d(10, 10), "10 value channels; expected one of 1, 2, 5, 10"),
+        (lambda: AffineSelfConv2d(8, 8, stride=2)(torch.ones(1, 8, 1, 1)), "expected maps of 2×2 or more"),
+        (lambda: AffineSelfConv2d(0, 8), "expected positive sizes; got in_channels=0"),
+        (lambda: AffineSelfConv2d(4, 8, psi=ANY), "psi: expected 'channel' or 'dense'; got 'odd'"),
+        (lambda: SimpleAffineSelfConv2d(4, 8, psi=ANY), "psi: expected 'channel' or 'dense'; got 'odd'"),
+        (lambda: AffineSelfConv2d(4, 8, affine=ANY), "affine: expected 'both', 'psi' or 'beta'; got 'odd'"),
+        (
+            lambda: AffineSelfConv2d(4, 8, affine="beta", psi="dense"),
+            "affine='beta' has no ψ; expected psi='channel'; got psi='dense'",
+        ),
+        (lambda: AffineSelfConv2d(4, 8, group="p3"), "unknown group 'p3'"),
+        (lambda: AffineSelfConv2d(4, 8, backend="c"), "unknown backend 'c'"),
+        (lambda: StandAloneSelfAttention2d(4, 8), "8 key channels in 8 heads, 1 each"),
+        (
+            lambda: GroupConv2d(4, 8, 3, stride=0),
+            "expected positive sizes; got in_channels=4, out_channels=8",
+        ),
+        (lambda: GroupConv2d(4, 8, 2, padding="same"), "padding='same' expects an odd kernel_size; got 2"),
+        (
+            lambda: GroupConv2d(4, 8, 3, padding=-1),
+            "padding: expected an integer ≥ 0, 'same' or 'valid'; got -1",
+        ),
+        (
+            lambda: GroupConv2d(4, 8, 3, downsample=ANY),
+            "downsample: expected 'stride' or 'pool'; got 'odd'",
+        ),
+        (lambda: SqueezeExcite(0), "expected positive sizes; got channels=0, reduction=16"),
+        (lambda: GroupPool(ANY), "mode: expected 'mean' or 'max'; got 'odd'"),
+        (lambda: GlobalPool(ANY), "mode: expected 'mean', 'max' or 'group_max'; got 'odd'"),
+        (lambda: SpatialPool2d(0), "kernel_size: expected an integer ≥ 1; got 0"),
+    ],
+)
+def test_bad_arguments_are_restated(make: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        make()
+    assert message in str(caught.value)
+
+
+@every_layer
+def test_bad_features_are_restated(name: str) -> None:
+    layer = LAYERS[name](group="p4", dtype=torch.float32)
+    for shape in ((2, 4), (2, 4, 3, 5, 5), (2, 4, 5)):
+        with pytest.raises(ValueError, match=r"expects \[N, .*\]; got shape \[2, 4"):
+            layer(torch.zeros(shape))
+    if any(True for _ in layer.parameters()):
+        wrong = torch.zeros(2, 5, 6, 6) if isinstance(layer, LiftingConv2d) else torch.zeros(2, 5, 4, 6, 6)
+        with pytest.raises(ValueError, match=r"expects \[N, 4, .*\]; got shape \[2, 5"):
+            layer(wrong)
+
+
+def test_integer_images_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"expects floating-point features; got torch\.uint8"):
+        LiftingConv2d(3, 4, 3)(torch.zeros(1, 3, 5, 5, dtype=torch.uint8))
+    with pytest.raises(TypeError, match=r"expects floating-point features; got torch\.int64"):
+        GroupConv2d(3, 4, 3)(torch.zeros(1, 3, 5, 5, dtype=torch.int64))

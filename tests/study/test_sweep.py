@@ -1,0 +1,447 @@
+"""Plans and their runs: what is done is kept, what is missing is run, what fails is told."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+from helpers.tiny_runs import command, environment, run_cli, same_weights, tiny_config, tiny_data
+from rich.console import Console
+
+from selfconv._text import shown_time
+from selfconv.models import ResNetConfig
+from selfconv.models.registry import MODELS
+from selfconv.study import Budget, LocalEngine, Plan, PlanFailed, Trial, make_plan, reproduce, sweep
+from selfconv.study import board as _board
+from selfconv.study.board import Board, results_table
+from selfconv.study.plans import OUTLINES
+from selfconv.train import Interrupted, Run, paper_recipe, train
+
+SMALL = ["--epochs", "1", "--seeds", "1", "--models", "resnet29*asc"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what comes before it."""
+    monkeypatch.setattr(sweep, "_report", lambda plan, out: [])
+
+
+def tiny_plan(data: Path, seeds: int = 2, **recipe: Any) -> Plan:
+    """A convolution and an attention network."""
+    trials = [
+        Trial(tiny_config(data, model, seed, **recipe), label, "tiny")
+        for seed in range(seeds)
+        for model, label in (("resnet29", "convolution"), ("resnet29_asc", "attention"))
+    ]
+    return Plan("tiny", "Tiny networks", "tiny", tuple(trials))
+
+
+def files(folder: Path) -> dict[str, int]:
+    return {str(p.relative_to(folder)): p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}
+
+
+# ---- plans ----
+
+
+def test_the_papers_plans() -> None:
+    sizes = {name: (len(plan.lines), len(plan.trials)) for name in OUTLINES if (plan := make_plan(name))}
+    assert sizes == {
+        "cifar10": (10, 80), "cifar100": (6, 48), "resnet83": (9, 9), "ablation-kernel": (6, 18),
+        "ablation-heads": (6, 18), "ablation-filters": (6, 18), "ablation-psi": (4, 12),
+        "ablation-pool": (6, 18), "demo": (10, 30),
+    }  # fmt: skip
+    for name in ("cifar10", "cifar100", "resnet83"):
+        plan = make_plan(name)
+        assert plan.reduced == ()
+        for trial in plan.trials:
+            assert trial.config.recipe == paper_recipe(trial.config.model.name)
+            assert trial.config.data.source == ("cifar100" if name == "cifar100" else "cifar10")
+    assert {t.config.recipe.epochs for t in make_plan("resnet83").trials} == {200}
+
+
+@pytest.mark.parametrize("name", OUTLINES)
+def test_every_plan_can_be_run(name: str) -> None:
+    plan = make_plan(name)
+    folders = [trial.folder for trial in plan.trials]
+    assert len(set(folders)) == len(folders)
+    assert len({trial.config.data for trial in plan.trials}) == 1
+    for trials in plan.lines.values():
+        assert [trial.config.seed for trial in trials] == list(range(len(trials)))
+        assert len({replace(trial.config, seed=0) for trial in trials}) == 1
+        model = trials[0].config.model
+        ResNetConfig.of(**MODELS[model.name] | {k: v for k, v in model.overrides().items() if v is not None})
+    count = len(plan.lines)
+    for start in range(0, len(plan.trials), count):  # a whole table before the next seed
+        assert len({trial.line for trial in plan.trials[start : start + count]}) == count
+
+
+def test_ablations_change_one_option() -> None:
+    expected = {
+        "ablation-kernel": ("kernel_size", [3, 5, 7]),
+        "ablation-heads": ("num_heads", [1, 4, 8]),
+        "ablation-filters": ("affine", ["psi", "beta", "both"]),
+        "ablation-psi": ("psi", ["channel", "dense"]),
+        "ablation-pool": ("pool", ["mean", "group_max", "max"]),
+    }
+    for name, (option, values) in expected.items():
+        for group in {group for group, _ in make_plan(name).lines}:
+            lines = [t[0].config.model for (g, _), t in make_plan(name).lines.items() if g == group]
+            assert [getattr(model, option) for model in lines] == values
+            rest = [{**vars(model), option: None} for model in lines]
+            assert rest == [rest[0]] * len(values)
+
+
+def test_folders_are_stable() -> None:
+    """They are how finished runs are found again."""
+    assert make_plan("cifar10").trials[0].folder == "resnet29/seed-0"
+    assert make_plan("ablation-kernel").trials[-1].folder == "p4resnet29_asc-kernel_size=7/seed-2"
+    assert make_plan("demo").trials[4].folder == "resnet29_asc-widths=8,16,32-depth=11-num_heads=4/seed-0"
+
+
+def test_what_is_reduced_is_said() -> None:
+    small = make_plan("cifar10", Budget(epochs=1, seeds=1, subset=5000, models="p4*"))
+    assert small.on("cifar10", 45_000, 10_000).reduced == (
+        "5,000 of 45,000 training images",
+        "1 epoch instead of 100",
+        "1 run of each network instead of 8",
+        "4 of 10 lines",
+    )
+    assert small.on("photos", 300, 99).reduced[0] == "photos instead of cifar10"
+    assert Counter(t.config.model.name for t in small.trials) == {
+        "p4resnet29": 1, "p4resnet29_se": 1, "p4resnet29_asc": 1, "p4resnet29_pool": 1,
+    }  # fmt: skip
+    whole = make_plan("cifar10", Budget(epochs=100, seeds=8))
+    assert whole.on("cifar10", 45_000, 10_000).reduced == ()
+    assert whole.on("cifar10", 180, 40).reduced == (
+        "data of 180 training images instead of 45,000",
+        "40 test images instead of 10,000",
+    )
+    assert "6 epochs instead of 100" in make_plan("demo").reduced
+    digits = make_plan("ablation-psi", Budget(data="digits"))
+    assert not digits.trials[0].config.recipe.flip  # a mirrored digit is another, or none
+
+
+def test_times_are_shown_in_their_unit() -> None:
+    shown = [shown_time(s) for s in (0.4, 119, 120, 7199, 7200, 172_800)]
+    assert shown == ["0 s", "119 s", "2.0 min", "120.0 min", "2.0 h", "2.0 days"]
+
+
+# ---- running them ----
+
+
+def test_a_plan_from_nothing_to_its_report(data: Path, tmp_path: Path, capfd: Any) -> None:
+    out = tmp_path / "out"
+    arguments = ["reproduce", "demo", "--data", str(data), "--subset", "60", "--out", str(out), *SMALL]
+    assert run_cli(*arguments) == 0
+    printed = capfd.readouterr()
+    assert printed.err == ""
+    for text in ("60 of 90 training images", "tiny instead of digits", "ResNet11+ASC", "2/2", "images/s"):
+        assert text in printed.out
+    html, markdown = out / "report" / "report.html", out / "report" / "report.md"
+    assert str(html) in printed.out
+    assert "60 of 90 training images" in markdown.read_text()
+    assert "ResNet11+Simple_ASC" in html.read_text()
+
+    plan = json.loads((out / "plan.json").read_text())
+    assert (plan["plan"], plan["data"], len(plan["trials"])) == ("demo", "tiny", 2)
+    for trial in plan["trials"]:
+        record = Run.open(out / trial["folder"]).record
+        evaluation = json.loads((out / trial["folder"] / "evaluation.json").read_text())
+        assert record["model"] == trial["model"]
+        assert record["data"]["images"] == {"train": 60, "val": 10, "test": 40}
+        assert evaluation["accuracy"] == record["test_accuracy"]
+        assert evaluation["equivariance_error"] > 0.01  # these networks know nothing of turns
+
+    before = files(out)
+    assert run_cli(*arguments) == 0
+    assert "2 runs, 2 of them done" in capfd.readouterr().out
+    runs = {trial["folder"] for trial in plan["trials"]}
+    kept = {name: when for name, when in files(out).items() if name.rpartition("/")[0] in runs}
+    assert kept == {name: when for name, when in before.items() if name in kept}
+    assert len(kept) > 8
+
+
+@pytest.mark.usefixtures("no_report")
+def test_more_seeds_are_added_to_what_is_there(data: Path, tmp_path: Path) -> None:
+    reproduce(tiny_plan(data, 1, epochs=1), tmp_path, LocalEngine(), command="again")
+    first = (tmp_path / "resnet29-widths=8,8,8-depth=11/seed-0/record.json").stat().st_mtime_ns
+    plan = tiny_plan(data, 2, epochs=1)
+    reproduce(plan, tmp_path, LocalEngine(), command="again")
+    assert all(sweep.finished(tmp_path / trial.folder) for trial in plan.trials)
+    assert (tmp_path / plan.trials[0].folder / "record.json").stat().st_mtime_ns == first
+
+
+@pytest.mark.usefixtures("no_report")
+def test_interrupted_and_continued_it_ends_with_the_same_bits(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = tiny_plan(data, 1)
+    step = Board.step
+    sent: list[float] = []
+
+    def interrupting(board: Board, trial: Trial, share: float, text: str) -> None:
+        step(board, trial, share, text)
+        if trial.label == "attention" and share > 0.6 and not sent:
+            sent.append(share)  # a second signal would stop it at once
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Board, "step", interrupting)
+        with pytest.raises(Interrupted, match="1 of 2 runs are done; go on with: selfconv again") as stopped:
+            reproduce(plan, tmp_path / "a", LocalEngine(), command="selfconv again")
+    assert stopped.value.code == 128 + signal.SIGTERM
+    halfway = Run.open(tmp_path / "a" / plan.trials[1].folder)
+    assert len(list(halfway.checkpoints.iterdir())) == 2
+    assert not halfway.finished
+    shares: list[float] = []
+    monkeypatch.setattr(Board, "step", lambda board, trial, share, text: shares.append(share))
+    reproduce(plan, tmp_path / "a", LocalEngine(), command="selfconv again")
+    assert min(shares) > sent[0]  # from the checkpoint
+    train(plan.trials[1].config, tmp_path / "b", quiet=True)
+    assert same_weights(tmp_path / "a" / plan.trials[1].folder, tmp_path / "b")
+
+
+@pytest.mark.usefixtures("no_report")
+def test_failures_stop_nothing_else(
+    data: Path, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = tiny_plan(data, 2, epochs=1)
+    wild = good.trials[0].config.replaced("recipe", lr=1e30)
+    plan = replace(good, trials=(replace(good.trials[0], config=wild), *good.trials[1:]))
+
+    def scarce(config: Any, *args: Any, **options: Any) -> Any:
+        if config == plan.trials[2].config:
+            raise MemoryError
+        return train(config, *args, **options)
+
+    monkeypatch.setattr("selfconv.train.training.train", scarce)
+    with pytest.raises(PlanFailed, match=r"2 of 4 runs failed: .*seed-0: the loss is nan.*; .*MemoryError"):
+        reproduce(plan, tmp_path, LocalEngine(), command="again")
+    assert "failed: the loss is nan" in capfd.readouterr().out
+    reasons = [tmp_path / trial.folder / "failed.json" for trial in plan.trials]
+    assert [path.is_file() for path in reasons] == [True, False, True, False]
+    assert json.loads(reasons[2].read_text()) == {"error": "MemoryError: MemoryError"}
+    assert [sweep.finished(tmp_path / t.folder) for t in plan.trials] == [False, True, False, True]
+    monkeypatch.undo()
+    monkeypatch.setattr(sweep, "_report", lambda plan, out: [])
+    with pytest.raises(PlanFailed, match="1 of 4 runs failed"):  # memory came back, and is used
+        reproduce(plan, tmp_path, LocalEngine(), command="again")
+    assert [path.is_file() for path in reasons] == [True, False, False, False]
+
+
+@pytest.mark.usefixtures("no_report")
+def test_a_run_that_another_process_writes_to(data: Path, tmp_path: Path) -> None:
+    plan = tiny_plan(data, 1, epochs=1)
+    folder = tmp_path / plan.trials[0].folder
+    folder.mkdir(parents=True)
+    with (
+        FileLock(folder / ".lock"),
+        pytest.raises(PlanFailed, match=r"1 of 2 runs failed: .* another process is writing to this run"),
+    ):
+        reproduce(plan, tmp_path, LocalEngine(), command="again")
+    assert sweep.finished(tmp_path / plan.trials[1].folder)
+    assert not (folder / "failed.json").exists()  # the folder is the other's
+
+
+def test_a_failed_run_in_the_command(data: Path, tmp_path: Path, capfd: Any) -> None:
+    """Exit code 1, one line, and the report on the others."""
+    folder = tmp_path / "resnet29_asc-widths=8,16,32-depth=11-num_heads=4" / "seed-0"
+    folder.mkdir(parents=True)
+    (folder / "thesis.tex").write_text("mine")
+    assert run_cli("reproduce", "demo", "--data", data, "--out", tmp_path, *SMALL) == 1
+    error = capfd.readouterr().err
+    assert error.startswith("selfconv: 1 of 2 runs failed: ")
+    assert "it holds thesis.tex" in error
+    assert error.count("\n") == 1
+    assert (tmp_path / "report" / "report.md").is_file()
+
+
+def test_ctrl_c_in_the_command(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ["reproduce", "demo", "--epochs", "40", "--seeds", "1", "--data", str(data)]
+    arguments += ["--models", "resnet29", "--out", str(out)]
+    process = subprocess.Popen(
+        command(*arguments), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    folder = out / "resnet29-widths=8,16,32-depth=11" / "seed-0"
+    until = time.monotonic() + 60
+    while not list(folder.glob("checkpoints/*.safetensors")) and time.monotonic() < until:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    printed, error = process.communicate(timeout=60)
+    assert process.returncode == 130, printed + error
+    assert error.startswith("selfconv: stopped and saved; 0 of 1 runs are done; go on with: selfconv ")
+    told = error.strip().partition("go on with: selfconv ")[2].split()
+    assert not Run.open(folder).finished
+    assert run_cli(*told) == 0
+    assert Run.open(folder).record["epochs"] == 40
+
+
+# ---- what is refused ----
+
+
+def check_one_line(capfd: pytest.CaptureFixture[str], message: str) -> None:
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("selfconv: ")
+    assert message in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["cifar11"], "unknown plan 'cifar11': expected one of cifar10, cifar100, "),
+        (["cifar11"], "did you mean 'cifar10'?"),
+        ([], "PLAN"),
+        (["demo", "--epochs", "0"], "epochs: expected an integer ≥ 1; got 0"),
+        (["demo", "--seeds", "-1"], "seeds: expected an integer ≥ 1; got -1"),
+        (["demo", "--subset", "0"], "subset: expected an integer ≥ 1; got 0"),
+        (["demo", "--subset", "5"], "subset: expected from 10 images, one for each class, to all 1294"),
+        (["demo", "--epochs", "many"], "--epochs"),
+        (["demo", "--seds", "1"], "Unrecognized options: --seds"),
+        (["demo", "--models", "vgg*"], "no network of the plan 'demo' matches 'vgg*'; it has resnet29,"),
+        (["demo", "--data", "nowhere"], "got 'nowhere': no such file or folder"),
+        (["demo", "--data", "flat.npz"], "4×4 or more; got shape [1, 1, 2, 2]"),
+        (["demo", "--engine", "slurm"], "--engine"),
+        (["demo", "--address", "auto"], "--address needs --engine ray"),
+        (["demo", "--cpus", "2"], "--cpus needs --engine ray"),
+        (["demo", "--engine", "ray", "--cpus", "0"], "cpus: expected an integer ≥ 1; got 0"),
+        (["demo", "--engine", "ray", "--gpus", "-1"], "gpus: expected a number ≥ 0; got -1"),
+        (["demo", "--out", "file"], "file: expected a folder to write to; got a file"),
+    ],
+)
+def test_bad_options(
+    args: list[str], message: str, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import numpy as np
+
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    flat, labels = np.zeros((20, 2, 2), np.uint8), np.arange(20) % 2
+    np.savez("flat.npz", x_train=flat, y_train=labels, x_test=flat, y_test=labels)
+    before = sorted(os.listdir())
+    assert run_cli("reproduce", *args) == 2
+    check_one_line(capfd, message)
+    assert sorted(os.listdir()) == before
+
+
+def test_bad_options_of_the_demo(tmp_path: Path, capfd: Any) -> None:
+    assert run_cli("demo", "--epochs", "0", "--out", tmp_path / "out") == 2
+    check_one_line(capfd, "epochs: expected an integer ≥ 1; got 0")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("no_report")
+def test_other_options_data_and_plans_are_refused(data: Path, tmp_path: Path) -> None:
+    plan, out = tiny_plan(data, 1, epochs=1), tmp_path / "out"
+    reproduce(plan, out, LocalEngine(), command="again")
+    before = files(out)
+    with pytest.raises(
+        ValueError, match=r"was run with other options: recipe.epochs: 2, not 1; give them ag"
+    ):
+        reproduce(tiny_plan(data, 1, epochs=2), out, LocalEngine(), command="again")
+    with pytest.raises(ValueError, match="holds the plan 'tiny'; give another --out"):
+        reproduce(replace(plan, name="other"), out, LocalEngine(), command="again")
+    own = tmp_path / "tiny.npz"
+    own.write_bytes(data.read_bytes())
+    plan = tiny_plan(own, 1, epochs=1)
+    reproduce(plan, tmp_path / "own", LocalEngine(), command="again")
+    import numpy as np
+
+    arrays = dict(np.load(own))
+    np.savez(own, **arrays | {"x_test": 255 - arrays["x_test"]})
+    with pytest.raises(ValueError, match="the data set tiny has changed since"):
+        reproduce(plan, tmp_path / "own", LocalEngine(), command="again")
+    assert files(out) == before
+
+
+def test_ray_that_is_missing_is_named(
+    data: Path, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    out = tmp_path / "out"
+    assert run_cli("reproduce", "demo", "--engine", "ray", "--data", data, "--out", out, *SMALL) == 2
+    check_one_line(capfd, "this needs ray: pip install 'selfconv[cluster]'")
+    assert not out.exists()
+
+
+# ---- what is shown ----
+
+
+def test_a_dry_run_estimates_and_writes_nothing(data: Path, tmp_path: Path, capfd: Any) -> None:
+    out = tmp_path / "out"
+    assert run_cli("reproduce", "demo", "--data", data, "--out", out, "--dry-run", *SMALL) == 0
+    printed = " ".join(capfd.readouterr().out.split())
+    for text in (
+        "ResNet11+Simple_ASC",
+        "resnet29_asc-widths=8,16,32",
+        "a run takes",
+        "for 2 runs, one after",
+    ):
+        assert text in printed
+    assert not out.exists()
+
+
+@pytest.mark.usefixtures("no_report")
+def test_the_table_shows_means_and_deviations(data: Path, tmp_path: Path) -> None:
+    plan = tiny_plan(data, 2, epochs=1)
+    for trial, accuracy in zip(plan.trials, (0.5, 0.9, 0.6, 0.9), strict=True):
+        folder = tmp_path / trial.folder
+        folder.mkdir(parents=True)
+        record = {"parameters": 1234, "test_accuracy": accuracy, "images_per_second": 10, "train_seconds": 3}
+        (folder / "record.json").write_text(json.dumps(record))
+        under = {"90°": accuracy, "180°": accuracy - 0.1, "270°": accuracy - 0.2}
+        (folder / "evaluation.json").write_text(
+            json.dumps({"accuracy_under": under, "equivariance_error": 0.25})
+        )
+    (tmp_path / plan.trials[3].folder / "evaluation.json").unlink()
+    stream = io.StringIO()
+    Console(file=stream, width=120).print(results_table(plan, tmp_path))
+    rows = [
+        " ".join(line.replace("│", " ").split()) for line in stream.getvalue().splitlines() if "/2" in line
+    ]
+    assert rows[0] == "convolution 2/2 1,234 55.00 ± 7.07 45.00 ± 7.07 0.25 10"
+    assert rows[1] == "attention 1/2 1,234 90.00 80.00 0.25 10"
+
+
+@pytest.mark.usefixtures("no_report")
+def test_a_terminal_shows_runs_in_progress(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, stream = tiny_plan(data, 1, epochs=1), io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=140)
+    with Board(plan, tmp_path, plan.trials, console) as board:
+        board.step(plan.trials[0], 0.5, "epoch 1/2  loss 1.234")
+        console.print(board._render())
+    shown = stream.getvalue()
+    for text in ("Tiny networks", "convolution, seed 0", "loss 1.234", "0 of 2 runs", "left", "0/1"):
+        assert text in shown
+
+
+def test_elsewhere_long_runs_are_heard_of(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    monkeypatch.setattr(_board, "QUIET", -1.0)
+    plan = tiny_plan(data, 1, epochs=1)
+    with Board(plan, tmp_path, plan.trials, Console(width=100)) as board:
+        board.step(plan.trials[0], 0.0, "epoch 1/2")
+        board.step(plan.trials[0], 0.5, "epoch 2/2")
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0] == "convolution, seed 0: epoch 1/2, time left not known yet"
+    assert lines[1].startswith("convolution, seed 0: epoch 2/2, ")
+    assert lines[1].endswith(" s left")

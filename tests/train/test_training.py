@@ -1,0 +1,370 @@
+"""The recipe and the loop: rates, gradients, running means, precision, and what a run ends with."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.tiny_runs import same_weights, tiny_config, tiny_data
+from hypothesis import given
+from hypothesis import strategies as st
+
+from selfconv._memory import keep_memory
+from selfconv.data import load_data
+from selfconv.models import ResNet, create_model
+from selfconv.train import (
+    RECIPES,
+    Diverged,
+    Engine,
+    Recipe,
+    Run,
+    RunConfig,
+    Trainer,
+    make_accelerator,
+    open_data,
+    paper_recipe,
+    train,
+)
+from selfconv.train.trainer import parameter_groups, rate
+from selfconv.trained import load_model
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_data(tmp_path_factory.mktemp("data"))
+
+
+# ---- the recipe ----
+
+
+def test_the_papers_recipe() -> None:
+    recipe = RunConfig.of("cifar10", "resnet29").recipe
+    assert recipe == Recipe(
+        epochs=100, batch_size=128, lr=0.1, schedule="step", warmup=0.0, momentum=0.9, weight_decay=1e-4,
+        decay="all", label_smoothing=0.0, clip=None, ema=None, flip=True, pad=2, rotate="none", sizes=None,
+    )  # fmt: skip
+    rates = [rate(recipe, epoch, 0, 351) for epoch in range(100)]
+    assert rates == pytest.approx([0.1] * 50 + [0.01] * 25 + [0.001] * 25)
+
+
+@pytest.mark.parametrize(
+    ("model", "epochs"), [("resnet29_asc", 100), ("p4resnet83_asc", 200), ("resnet29_sasa", 100)]
+)
+def test_attention_models_warm_up_over_ten_epochs(model: str, epochs: int) -> None:
+    recipe = paper_recipe(model)
+    assert recipe.epochs == epochs
+    rates = [rate(recipe, epoch, 0, 351) for epoch in range(12)]
+    assert rates == pytest.approx([0.01 * (epoch + 1) for epoch in range(10)] + [0.1, 0.1])
+
+
+def test_the_papers_recipe_scales_with_the_epochs() -> None:
+    recipe = replace(paper_recipe("resnet29_asc"), epochs=20)
+    rates = [rate(recipe, epoch, 0, 351) for epoch in range(20)]
+    assert rates == pytest.approx([0.05] + [0.1] * 9 + [0.01] * 5 + [0.001] * 5)
+
+
+@given(st.integers(1, 30), st.integers(1, 50), st.floats(0, 0.9))
+def test_the_cosine_rises_then_falls_to_zero(epochs: int, steps: int, warmup: float) -> None:
+    recipe = Recipe(epochs=epochs, schedule="cosine", warmup=warmup, lr=0.3)
+    rates = [rate(recipe, epoch, step, steps) for epoch in range(epochs) for step in range(steps)]
+    peak = rates.index(max(rates))
+    assert rates[: peak + 1] == sorted(rates[: peak + 1])
+    assert rates[peak:] == sorted(rates[peak:], reverse=True)
+    assert all(0 < r <= 0.3 for r in rates)
+    total = epochs * steps
+    if total * (1 - warmup) >= 10:
+        assert rates[-1] < 0.3 * 0.01
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"epochs": 0}, "epochs: expected an integer ≥ 1; got 0"),
+        ({"epochs": -3}, "epochs: expected an integer ≥ 1; got -3"),
+        ({"batch_size": 0}, "batch_size: expected"),
+        ({"lr": 0.0}, "lr: expected a number > 0; got 0.0"),
+        ({"lr": math.nan}, "lr: expected a number > 0; got nan"),
+        ({"momentum": 0.0}, "momentum: expected"),
+        ({"warmup": 1.0}, "warmup: expected 0 ≤ warmup < 1; got 1.0"),
+        ({"ema": 1.0}, "ema: expected"),
+        ({"weight_decay": -1.0}, "weight_decay: expected"),
+        ({"clip": 0.0}, "clip: expected a number > 0; got 0.0"),
+        ({"sizes": ()}, "sizes: expected one or more sides ≥ 1; got []"),
+        ({"sizes": (20, 0)}, "sizes: expected one or more sides ≥ 1; got [20, 0]"),
+    ],
+)
+def test_impossible_recipes(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Recipe(**options)
+
+
+# ---- the configuration as JSON ----
+
+
+@pytest.mark.parametrize("recipe", list(RECIPES))
+def test_json_round_trip(recipe: str) -> None:
+    config = RunConfig.of("cifar10", "p4resnet29_asc", recipe).replaced("model", widths=(8, 16, 32))
+    config = config.replaced("recipe", clip=1.0, epochs=7, sizes=(20, 24, 32))
+    assert RunConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([], "config: expected an object of options"),
+        ({"modle": {}}, "unknown option 'modle'"),
+        ({"recipe": {"epochs": "3"}}, "epochs: expected int; got '3'"),
+        ({"recipe": {"epochs": True}}, "epochs: expected int; got True"),
+        ({"recipe": {"schedule": "linear"}}, "schedule: expected one of step, cosine; got 'linear'"),
+        ({"model": {"widths": [1, 2]}}, "widths: expected 3 values"),
+        ({"recipe": {"epochs": 0}}, "epochs: expected an integer ≥ 1"),
+    ],
+)
+def test_unusable_json(content: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RunConfig.from_json(content)
+
+
+# ---- a step ----
+
+
+def trainer_of(config: RunConfig) -> Trainer:
+    return Trainer(config, open_data(config), make_accelerator(config.engine))
+
+
+def test_a_step_is_sgd_with_nesterov_momentum(data: Path) -> None:
+    """Two steps, against the update rule written out."""
+    config = tiny_config(data, lr=0.05, schedule="step", weight_decay=1e-3, epochs=8)
+    trainer, other = trainer_of(config), trainer_of(config)
+    network, velocity = other.network.train(), [torch.zeros_like(p) for p in other.network.parameters()]
+    for images, labels in list(trainer.batches.epoch(0))[:2]:
+        trainer.step(images, labels)
+        loss = F.cross_entropy(network(images), labels)
+        grads = torch.autograd.grad(loss, list(network.parameters()))
+        with torch.no_grad():
+            for p, g, v in zip(network.parameters(), grads, velocity, strict=True):
+                g = g + 1e-3 * p
+                v.mul_(0.9).add_(g)
+                p.sub_(0.05 * (g + 0.9 * v))
+    for p, q in zip(trainer.network.parameters(), network.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("decay", ["all", "maps"])
+@pytest.mark.parametrize("model", ["resnet29_asc_se", "p4resnet29_simple_asc", "resnet29_sasa"])
+def test_what_weight_decay_acts_on(model: str, decay: Literal["all", "maps"]) -> None:
+    network = create_model(model, depth=11)
+    names = {parameter: name for name, parameter in network.named_parameters()}
+    recipe = Recipe(weight_decay=0.5, decay=decay)
+    decays = {
+        names[parameter]: group["weight_decay"]
+        for group in parameter_groups(network, recipe)
+        for parameter in group["params"]
+    }
+    assert decays.keys() == set(names.values())
+    for name, value in decays.items():
+        spared = re.search(r"psi|beta|b_in|norm|bias", name) is not None
+        assert value == (0.0 if spared and decay == "maps" else 0.5), name
+
+
+@given(st.integers(1, 40), st.integers(1, 8))
+def test_sizes_share_the_epochs_evenly(epochs: int, count: int) -> None:
+    recipe = Recipe(epochs=epochs, sizes=tuple(range(10, 10 + count)))
+    seen = [recipe.size_in(epoch) for epoch in range(epochs)]
+    assert seen == sorted(seen, key=lambda size: size or 0)
+    assert all(abs(seen.count(size) - epochs / count) < 1 for size in range(10, 10 + count))
+    assert Recipe(epochs=epochs).size_in(epochs - 1) is None
+
+
+def test_training_on_smaller_images_first(data: Path, tmp_path: Path) -> None:
+    """The network trains on the sides of the recipe, and is validated and tested on full size."""
+    seen: list[tuple[bool, int]] = []
+    forward = ResNet.forward
+
+    def note(self: ResNet, x: torch.Tensor) -> torch.Tensor:
+        if not x.is_meta:  # the check of the sizes before the run
+            seen.append((self.training, x.shape[-1]))
+        return forward(self, x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ResNet, "forward", note)
+        train(tiny_config(data, epochs=3, sizes=(4, 6, 8)), tmp_path / "run", quiet=True)
+    full = open_data(tiny_config(data)).size
+    assert list(dict.fromkeys(size for training, size in seen if training)) == [4, 6, 8]
+    assert {size for training, size in seen if not training} == {full}
+
+
+def test_a_size_that_the_network_cannot_take(data: Path) -> None:
+    with pytest.raises(ValueError, match=r"expected images .* of 4×4 or more; got shape .*2, 2"):
+        trainer_of(tiny_config(data, sizes=(2, 8)).replaced("model", name="resnet29_asc", num_heads=2))
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch(data: Path) -> None:
+    """Batch norm sees the parts, so it is taken out of the comparison."""
+    results = []
+    for accumulate in (1, 4):
+        config = replace(tiny_config(data, lr=0.01), engine=Engine(accumulate=accumulate))
+        trainer = trainer_of(config)
+        for layer in trainer.network.modules():
+            if isinstance(layer, torch.nn.BatchNorm2d):
+                layer.forward = lambda x: x  # type: ignore[assignment, method-assign]
+        for images, labels in list(trainer.batches.epoch(0))[:3]:
+            trainer.step(images, labels)
+        results.append([p.detach().clone() for p in trainer.network.parameters()])
+    for p, q in zip(*results, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_a_batch_that_does_not_split_evenly(data: Path) -> None:
+    config = replace(tiny_config(data), engine=Engine(accumulate=3))
+    with pytest.raises(
+        ValueError, match="batch_size: expected a multiple of accumulate × processes = 3; got 16"
+    ):
+        trainer_of(config)
+
+
+def test_clipping_bounds_the_step(data: Path) -> None:
+    config = tiny_config(data, clip=1e-3, weight_decay=0.0, momentum=0.5, schedule="step", lr=1.0)
+    trainer = trainer_of(config)
+    before = [p.detach().clone() for p in trainer.network.parameters()]
+    trainer.step(*next(trainer.batches.epoch(0)))
+    change = sum(
+        (p - q).square().sum() for p, q in zip(trainer.network.parameters(), before, strict=True)
+    ).sqrt()
+    assert change.item() == pytest.approx(1e-3 * 1.5, rel=1e-2)  # Nesterov's first step is (1 + momentum) g
+
+
+def test_the_running_mean_of_the_weights(data: Path) -> None:
+    trainer = trainer_of(tiny_config(data, ema=0.75))
+    expected = {k: v.clone() for k, v in trainer.network.state_dict().items()}
+    for images, labels in list(trainer.batches.epoch(0))[:3]:
+        trainer.step(images, labels)
+        for name, value in trainer.network.state_dict().items():
+            mixed = 0.75 * expected[name] + 0.25 * value
+            expected[name] = mixed if value.is_floating_point() else value.clone()
+    own = {k: v.clone() for k, v in trainer.network.state_dict().items()}
+    trainer.evaluate(trainer.val)
+    assert all(torch.equal(own[k], v) for k, v in trainer.network.state_dict().items())
+    for name, value in trainer.finish().state_dict().items():
+        torch.testing.assert_close(value, expected[name])
+
+
+def test_label_smoothing_changes_the_loss(data: Path) -> None:
+    plain, smooth = (trainer_of(tiny_config(data, label_smoothing=s)) for s in (0.0, 0.3))
+    batch = next(plain.batches.epoch(0))
+    assert not math.isclose(plain.step(*batch)[0].item(), smooth.step(*batch)[0].item(), rel_tol=1e-3)
+
+
+# ---- whole runs ----
+
+
+@pytest.mark.parametrize("model", ["resnet29", "p4resnet29_asc"])
+def test_a_run_leaves_everything_behind(data: Path, tmp_path: Path, model: str) -> None:
+    config = tiny_config(data, model)
+    record = train(config, tmp_path / "run", quiet=True)
+    run = Run.open(tmp_path / "run")
+    assert run.finished
+    assert run.config == config
+    assert run.record == json.loads(json.dumps(record))
+    metrics = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [m["epoch"] for m in metrics] == [1, 2]
+    assert all(0 <= m["train_accuracy"] <= 1 and m["images_per_second"] > 0 for m in metrics)
+    assert list(run.folder.glob("events.out.tfevents.*"))
+    assert len(list(run.checkpoints.iterdir())) == 2
+    model_there = ResNet.from_pretrained(run.folder / "model")
+    assert model_there.num_classes == 10
+    for key in ("model", "parameters", "seed", "val_accuracy", "test_accuracy", "train_seconds", "versions"):
+        assert record[key] is not None
+    assert record["data"]["digest"] == load_data(data).digest
+    assert record["machine"]["threads"] == torch.get_num_threads()
+    assert record["versions"]["torch"] == torch.__version__
+
+
+def test_the_test_images_are_touched_once(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    evaluate = Trainer.evaluate
+
+    def counted(self: Trainer, batches: object) -> object:
+        seen.append("test" if batches is self.test else "val")
+        return evaluate(self, batches)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Trainer, "evaluate", counted)
+    train(tiny_config(data, epochs=3), tmp_path / "run", quiet=True)
+    assert seen == ["val", "val", "val", "test"]
+
+
+def test_seeds_decide(data: Path, tmp_path: Path) -> None:
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        train(tiny_config(data, seed=seed, epochs=1), tmp_path / name, quiet=True)
+    assert same_weights(tmp_path / "a", tmp_path / "b")
+    assert not same_weights(tmp_path / "a", tmp_path / "c")
+
+
+def test_the_loss_falls(tmp_path: Path, data: Path) -> None:
+    train(tiny_config(data, "resnet29_asc", epochs=16, lr=0.2), tmp_path / "run", quiet=True)
+    losses = [
+        json.loads(line)["train_loss"]
+        for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_a_convolutional_network_trained_upright_loses_its_accuracy_when_images_turn(tmp_path: Path) -> None:
+    from selfconv.trained import evaluate_run
+
+    config = RunConfig.of("digits", "resnet29").replaced("model", depth=11, widths=(8, 8, 8))
+    record = train(config.replaced("recipe", epochs=4), tmp_path / "run", quiet=True)
+    under = evaluate_run(Run.open(tmp_path / "run")).accuracy_under
+    assert record["test_accuracy"] == under["0°"] > 0.8
+    assert max(under["90°"], under["270°"]) < 0.4
+
+
+def test_bf16(data: Path, tmp_path: Path) -> None:
+    config = replace(tiny_config(data, "resnet29_asc", epochs=1), engine=Engine(precision="bf16"))
+    record = train(config, tmp_path / "run", quiet=True)
+    assert math.isfinite(record["test_loss"])
+    assert all(p.dtype == torch.float32 for p in load_model(Run.open(tmp_path / "run")).parameters())
+
+
+def test_without_validation_images(data: Path, tmp_path: Path) -> None:
+    record = train(tiny_config(data, epochs=1).replaced("data", validation=0.0), tmp_path / "run", quiet=True)
+    assert record["val_accuracy"] is None
+    assert record["best_val_accuracy"] is None
+    assert record["data"]["images"]["val"] == 0
+
+
+def test_nan_stops_the_run_and_keeps_the_last_good_weights(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tiny_config(data, epochs=2), tmp_path / "good", quiet=True)
+    step = Trainer.step
+
+    def poisoned(self: Trainer, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if self.state.epoch == 1 and self.state.step == 2:
+            images = images * math.nan
+        return step(self, images, labels)
+
+    monkeypatch.setattr(Trainer, "step", poisoned)
+    with pytest.raises(Diverged, match="the loss is nan in epoch 2, step 3; the last good weights are in"):
+        train(tiny_config(data, epochs=2), tmp_path / "run", quiet=True)
+    run = Run.open(tmp_path / "run")
+    assert not run.finished
+    assert all(torch.isfinite(value).all() for value in load_model(run).state_dict().values())
+    monkeypatch.undo()
+    train(tiny_config(data, epochs=2), tmp_path / "run", quiet=True, resume=True)
+    assert same_weights(tmp_path / "good", tmp_path / "run")
+
+
+def test_memory_is_kept_once_asked_for() -> None:
+    import platform
+
+    assert keep_memory() == (platform.libc_ver()[0] == "glibc")

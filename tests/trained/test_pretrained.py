@@ -1,0 +1,104 @@
+"""The weights that come with the package: small, documented by their record, and as good as it says."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import ROOT
+
+from selfconv import cli
+from selfconv.models import ResNet, count_parameters, create_model, list_pretrained
+from selfconv.models.registry import WEIGHTS
+from selfconv.train import RunError
+from selfconv.trained import Trained, logits
+
+PAGE = (ROOT / "docs" / "visualize.md").read_text("utf-8")
+NAMES = ["digits_asc", "digits_conv", "digits_p4_asc"]
+
+
+def test_what_is_shipped() -> None:
+    assert list_pretrained() == NAMES
+    assert all(name in str(cli.figures.__doc__) for name in NAMES)
+    for name in NAMES:
+        files = {path.name: path for path in (WEIGHTS / name).iterdir()}
+        assert set(files) == {"config.json", "model.safetensors", "record.json", "metrics.jsonl"}
+        assert sum(path.stat().st_size for path in files.values()) < 400_000
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_record_is_of_these_weights(name: str) -> None:
+    record = json.loads((WEIGHTS / name / "record.json").read_text("utf-8"))
+    model = create_model(name, pretrained=True)
+    assert count_parameters(model) == record["parameters"]
+    assert ResNet.from_config(record["model_config"]).config == model.config
+    assert record["test_accuracy"] >= 0.97
+    trained = Trained.open(name)
+    assert len(trained.metrics) == record["epochs"] == trained.config.recipe.epochs
+    assert trained.metrics[-1]["val_accuracy"] == record["val_accuracy"]
+    told = json.dumps(record)
+    assert not re.search(r"/(work|root|tmp|home|usr)\b", told)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_accuracy_is_the_recorded_one(name: str) -> None:
+    trained = Trained.open(name)
+    assert trained.record is not None
+    test = trained.open_data().test
+    right = (logits(trained.model, test, trained.data, lambda x: x).argmax(1) == test.labels).sum().item()
+    assert right / len(test) == pytest.approx(trained.record["test_accuracy"], abs=1.5 / len(test))
+
+
+def test_quarter_turns_leave_p4_predictions_and_spoil_planar_ones() -> None:
+    turned: dict[str, list[float]] = {}
+    for name in NAMES:
+        trained = Trained.open(name)
+        data = trained.open_data()
+        images, labels = trained.normalise(data.test.images[:60]), data.test.labels[:60]
+        with torch.inference_mode():
+            outputs = [trained.model(images.rot90(n, (-2, -1))) for n in range(4)]
+        predictions = [output.argmax(1) for output in outputs]
+        turned[name] = [(p == labels).float().mean().item() for p in predictions]
+        if name == "digits_p4_asc":
+            assert all(torch.equal(p, predictions[0]) for p in predictions)
+            assert max((output - outputs[0]).abs().max() for output in outputs) < 1e-3
+    assert min(turned["digits_p4_asc"]) > 0.9
+    for name in ("digits_asc", "digits_conv"):
+        assert turned[name][0] > 0.9
+        assert max(turned[name][1:]) < 0.7
+
+
+def test_a_place_that_is_neither_run_nor_name(tmp_path: Path) -> None:
+    with pytest.raises(
+        RunError, match=r"nothing: expected one of the folder of a run, digits_asc, .*; got no such folder"
+    ):
+        Trained.open("nothing")
+    with pytest.raises(RunError, match="expected the folder of a run; got an empty folder"):
+        Trained.open(tmp_path)
+
+
+def test_the_documentation_tells_their_accuracy() -> None:
+    rows = re.findall(r"^\| `(digits_\w+)` \|.*\| ([\d,]+) \| ([\d.]+%) \|$", PAGE, re.MULTILINE)
+    assert sorted(row[0] for row in rows) == NAMES
+    for name, parameters, accuracy in rows:
+        record = json.loads((WEIGHTS / name / "record.json").read_text("utf-8"))
+        assert parameters == f"{record['parameters']:,}"
+        assert accuracy == f"{record['test_accuracy']:.2%}"
+
+
+def test_the_documentation_s_code_runs() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(code, "visualize.md", "exec"), names)
+    assert (names["view"].alpha.sum((1, 2)) - 1).abs().max() < 1e-6
+
+
+def test_its_pictures_are_there_and_small() -> None:
+    pictures = re.findall(r"!\[.*?\]\((.*?)\)", PAGE)
+    assert len(pictures) == 6
+    for picture in pictures:
+        assert 10_000 < (ROOT / "docs" / picture).stat().st_size < 150_000

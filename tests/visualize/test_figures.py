@@ -1,0 +1,278 @@
+"""The pictures: every panel there, the numbers in it, all text readable; and the command that writes them."""
+
+from __future__ import annotations
+
+import sys
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.tiny_models import tiny
+from helpers.tiny_runs import run_cli, tiny_config, tiny_data
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from PIL import Image
+
+from selfconv.models import create_model
+from selfconv.train import train
+from selfconv.visualize import Inspection, equivariance_view, layer_filters
+from selfconv.visualize._draw import element_names
+from selfconv.visualize.figures import (
+    entropy_figure,
+    equivariance_figure,
+    filters_figure,
+    pixel_figure,
+    schematic_figure,
+)
+
+LAYER = "stages.0.0.spatial.conv"
+IMAGE = torch.rand(3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def texts(figure: Figure) -> list[Text]:
+    """All that is written in a figure."""
+    found = list(figure.texts)
+    for axes in figure.axes:
+        if not axes.axison:
+            continue
+        found += [axes.title, axes.xaxis.label, axes.yaxis.label, *axes.texts]
+        for axis, limits in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+            low, high = sorted(limits)
+            for place, label in zip(axis.get_ticklocs(), axis.get_ticklabels(), strict=True):
+                if low <= place <= high:
+                    found.append(label)
+    return [text for text in found if text.get_visible() and text.get_text()]
+
+
+def assert_readable(figure: Figure) -> None:
+    """Nothing is cut off, and no two texts cover each other."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    boxes = [(text.get_text(), text.get_window_extent(canvas.get_renderer())) for text in texts(figure)]
+    assert len(boxes) > 3
+    for name, box in boxes:
+        inside = (
+            box.x0 >= -1
+            and box.y0 >= -1
+            and box.x1 <= figure.bbox.width + 1
+            and box.y1 <= figure.bbox.height + 1
+        )
+        assert inside, f"{name!r} is cut off"
+    for (a, first), (b, second) in combinations(boxes, 2):
+        across = min(first.x1, second.x1) - max(first.x0, second.x0)
+        down = min(first.y1, second.y1) - max(first.y0, second.y0)
+        assert across <= 1 or down <= 1, f"{a!r} and {b!r} cover each other"
+
+
+def panels(figure: Figure) -> list[Axes]:
+    return [axes for axes in figure.axes if axes.images]
+
+
+def shown(axes: Axes) -> Any:
+    return np.ma.filled(np.ma.asarray(axes.images[0].get_array(), dtype=float), np.nan)
+
+
+def inspect(name: str, **overrides: Any) -> Inspection:
+    return Inspection(tiny(name, **overrides), IMAGE)
+
+
+@pytest.mark.parametrize("overrides", [{}, {"psi": "dense"}, {"spatial": "sasa"}, {"spatial": "simple_asc"}])
+@pytest.mark.parametrize("pixel", [(3, 4), (0, 7)])
+def test_a_planar_pixel(overrides: dict[str, str], pixel: tuple[int, int]) -> None:
+    view = inspect("resnet29_asc", **overrides).look(LAYER, pixel, 1)
+    figure = pixel_figure(IMAGE, view, channel=0)
+    assert_readable(figure)
+    image, *rest = panels(figure)
+    assert shown(image).shape == (8, 8, 3)
+    seen = (1 * 2 + 0) if view.dense else 0
+    psi, effective = (f[0, 0, 0, seen] if view.dense else f[0, 0, 0] for f in (view.psi, view.effective))
+    expected = [view.neighbourhood[0, seen], psi, view.alpha[0], effective, view.positional[0, 0]]
+    for axes, values in zip(rest, expected, strict=True):
+        np.testing.assert_allclose(shown(axes), values.numpy(), atol=1e-7)
+    assert f"{float(view.output[0, 0]):.3f}".replace("-", "−") in figure.get_suptitle()
+
+
+@pytest.mark.parametrize("name", ["p4resnet29_asc", "p4mresnet29_asc", "p4resnet29_simple_asc"])
+def test_a_pixel_on_a_group_has_a_row_for_each_plane(name: str) -> None:
+    view = inspect(name).look(LAYER, (2, 5), 0)
+    order = len(view.group)
+    figure = pixel_figure(IMAGE, view, channel=1)
+    assert_readable(figure)
+    drawn = panels(figure)
+    assert len(drawn) == (1 + order) + order * (order + 2)
+    for p in range(order):
+        alpha, *filters = drawn[1 + order + p * (order + 2) :][: order + 2]
+        np.testing.assert_allclose(shown(alpha), view.alpha[p].numpy(), atol=1e-7)
+        for r in range(order):
+            np.testing.assert_allclose(shown(filters[r]), view.effective[p, r, 1].numpy(), atol=1e-7)
+        np.testing.assert_allclose(shown(filters[order]), view.positional[p, 1].numpy(), atol=1e-7)
+        assert alpha.get_ylabel() == f"P = {element_names(view.group)[p]}"
+
+
+def test_the_strongest_channel_is_shown_by_default() -> None:
+    view = inspect("resnet29_asc").look(LAYER, (2, 5), 0)
+    strongest = int(view.effective.abs().sum((0, 1, 3, 4)).argmax())
+    default, chosen = (pixel_figure(IMAGE, view, channel) for channel in (None, strongest))
+    assert np.array_equal(shown(panels(default)[4]), shown(panels(chosen)[4]))
+    with pytest.raises(ValueError, match="channel: expected 0 to 1 of the head; got 2"):
+        pixel_figure(IMAGE, view, 2)
+
+
+def test_the_schematic_adds_up() -> None:
+    view = inspect("resnet29_asc").look(LAYER, (2, 5), 0)
+    figure = schematic_figure(IMAGE, view, channel=1)
+    assert_readable(figure)
+    assert len(panels(figure)) == 4 + 4 + 7
+    sums = [axes for axes in panels(figure) if axes.get_xlabel()]
+    convolution, attention, asc = (float(shown(axes).sum()) for axes in sums)
+    v, psi = view.neighbourhood[0, 1], view.psi[0, 0, 1]
+    assert convolution == pytest.approx(float((v * psi).sum()), abs=1e-5)
+    assert attention == pytest.approx(float((v * view.alpha[0]).sum()), abs=1e-5)
+    assert asc == pytest.approx(float(view.output[0, 1]), abs=1e-5)
+    for axes, value in zip(sums, (convolution, attention, asc), strict=True):
+        assert axes.get_xlabel() == f"Σ = {value:.3f}".replace("-", "−")
+    with pytest.raises(ValueError, match="of a planar layer with ψ per channel; got one with group 'p4'"):
+        schematic_figure(IMAGE, inspect("p4resnet29_asc").look(LAYER, (0, 0), 0))
+
+
+@pytest.mark.parametrize("name", ["resnet29_asc", "p4resnet29_asc", "p4mresnet29_asc"])
+def test_maps_of_entropy(name: str) -> None:
+    inspection = inspect(name)
+    entropy = inspection.entropy(LAYER)
+    names = element_names(inspection.layers[0].layer.group)
+    figure = entropy_figure(IMAGE, entropy, LAYER, names)
+    assert_readable(figure)
+    heads, order = entropy.shape[:2]
+    drawn = [shown(axes) for axes in panels(figure) if axes.images[0].get_cmap().name == "viridis"]
+    np.testing.assert_allclose(drawn, entropy.transpose(0, 1).flatten(0, 1).numpy(), atol=1e-7)
+    assert len(panels(figure)) == order * (heads + 1)
+
+
+def test_the_equivariance_of_two_models() -> None:
+    models = {"planar": tiny("resnet29_asc"), "p4": tiny("p4resnet29_asc")}
+    models["a-folder-of-a-run-whose-name-is-long"] = models["p4"]
+    views = {name: equivariance_view(model, IMAGE, LAYER) for name, model in models.items()}
+    images = [IMAGE.rot90(s, (-2, -1)) for s in range(4)]
+    labels = {name: ["“cat” 99.9%"] * 4 for name in models}
+    figure = equivariance_figure(images, views, labels)
+    assert_readable(figure)
+    drawn = panels(figure)
+    assert len(drawn) == 4 * 7
+    for row, limit in ((2, None), (4, 1e-5)):
+        differences = [float(np.abs(shown(axes)).max()) for axes in drawn[4 * row : 4 * row + 4]]
+        assert differences[0] == 0
+        assert (min(differences[1:]) > 0.01) if limit is None else (max(differences) < limit)
+    assert drawn[9].get_xlabel() == f"error {views['planar'].errors[1]:.0e}"
+    for s in range(4):  # maps of the p4 model are the first one, turned
+        np.testing.assert_allclose(shown(drawn[12 + s]), np.rot90(shown(drawn[12]), s), atol=1e-5)
+    with pytest.raises(ValueError, match="expected views of one group; got p4, p4m"):
+        equivariance_figure(images, views | {"x": equivariance_view(models["planar"], IMAGE, LAYER, "p4m")})
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [("resnet29_asc", {}), ("resnet29_asc", {"psi": "dense"}), ("p4resnet29_asc", {}),
+     ("p4resnet29_asc", {"psi": "dense"}), ("p4mresnet29_asc", {}), ("resnet29_sasa", {})],
+)  # fmt: skip
+def test_the_filters_of_a_layer(name: str, overrides: dict[str, str]) -> None:
+    layer = inspect(name, **overrides).layers[-1].layer
+    filters = layer_filters(layer)
+    figure = filters_figure(filters, layer.num_heads, "the last layer")
+    assert_readable(figure)
+    for axes, part in zip(panels(figure), filters, strict=True):
+        cells = shown(axes)
+        cells = cells[np.isfinite(cells)]
+        assert cells.size == part.numel()  # every number is there, once
+        np.testing.assert_allclose(np.sort(cells), np.sort(part.numpy().ravel()), atol=1e-7)
+
+
+def test_the_paper_s_largest_layers_are_readable() -> None:
+    for name in ("resnet29_asc", "p4resnet29_asc"):
+        layer = create_model(name).get_submodule("stages.2.0.spatial.conv")
+        assert_readable(filters_figure(layer_filters(layer), 8, "stages.2.0.spatial.conv"))  # type: ignore[arg-type]
+
+
+# ---- the command ----
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    train(tiny_config(tiny_data(folder), "p4resnet29_asc", epochs=1), folder / "p4", quiet=True)
+    return folder / "p4"
+
+
+def test_figures_of_a_run(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Image.new("RGB", (20, 30), "white").save(tmp_path / "some.png")
+    options = ("--image", tmp_path / "some.png", "--layer", "stages.1.0.spatial.conv", "--pixel", "3", "4")
+    assert run_cli("figures", run, "--out", tmp_path / "out", *options, "--head", "1") == 0
+    files = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    names = [
+        f"{n}.{kind}" for n in ("pixel", "entropy", "filters", "equivariance") for kind in ("png", "svg")
+    ]
+    assert [file.name for file in files] == names
+    for file in files:
+        if file.suffix == ".png":
+            with Image.open(file) as picture:
+                assert min(picture.size) > 200
+        else:
+            assert "<svg" in file.read_text()[:1000]
+
+
+def test_figures_of_shipped_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli("figures", "digits_asc", "--out", tmp_path / "asc") == 0
+    assert "schematic.png" in capsys.readouterr().out
+    assert run_cli("figures", "digits_conv", "--out", tmp_path / "conv") == 0
+    assert [Path(line).name for line in capsys.readouterr().out.splitlines()] == [
+        "equivariance.png",
+        "equivariance.svg",
+    ]
+
+
+def test_the_same_figures_have_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        assert run_cli("figures", "digits_conv", "--out", tmp_path / name) == 0
+    for kind in ("png", "svg"):
+        a, b = (tmp_path / name / f"equivariance.{kind}" for name in ("a", "b"))
+        assert a.read_bytes() == b.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("digits_asc", ["--pixel", "16", "0"], "pixel: expected row 0 to 15 and column 0 to 15 of the 16×16"),
+        ("digits_asc", ["--pixel", "a", "0"], "a"),
+        ("digits_asc", ["--layer", "fc"], "layer: expected one of stages.0.0.spatial.conv, "),
+        ("digits_asc", ["--head", "4"], "head: expected 0 to 3 for stages.0.0.spatial.conv; got 4"),
+        ("digits_asc", ["--image", "nowhere.png"], "nowhere.png: "),
+        ("digits_conv", ["--pixel", "1", "1"], "digits_conv has no self-convolution layer"),
+        ("digits_conv", ["--layer", "fc"], "layer: expected one of stem.conv, "),
+        (
+            "digits",
+            [],
+            "digits: expected one of the folder of a run, digits_asc, digits_conv, digits_p4_asc; ",
+        ),
+    ],
+)
+def test_bad_options_are_answered_in_a_line(
+    model: str, options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_cli("figures", model, "--out", tmp_path / "out", *options) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("selfconv: ")
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_matplotlib_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert run_cli("figures", "digits_conv", "--out", tmp_path / "out") == 2
+    assert "pictures need matplotlib: pip install 'selfconv[plot]'" in capsys.readouterr().err

@@ -11,11 +11,13 @@ from selfconv.trained.evaluation import (
 from selfconv.trained.export import export_run
 from selfconv.trained.model import Trained, load_model
 from selfconv.trained.prediction import Prediction, predict
+from selfconv.trained.rotation import RotationCurve, rotation_curve, rotation_figure
 
 __all__ = [
     "VIEWS",
     "Evaluation",
     "Prediction",
+    "RotationCurve",
     "Trained",
     "confusion_figure",
     "evaluate_model",
@@ -24,4 +26,6 @@ __all__ = [
     "load_model",
     "logits",
     "predict",
+    "rotation_curve",
+    "rotation_figure",
 ]

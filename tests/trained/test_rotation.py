@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -64,5 +65,5 @@ def test_the_curve_counts_right_answers_at_each_angle() -> None:
     expected = {a: float(a < 45 or a > 315) for a in curve.angles if a % 90 != 45}
     assert {a: v for a, v in zip(curve.angles, curve.accuracy, strict=True) if a in expected} == expected
     assert curve.worst == 0.0
-    axes = rotation_figure({"direction": curve}, "spots").axes[0]
-    assert axes.lines[0].get_ydata()[0] == axes.lines[0].get_ydata()[-1] == 100
+    drawn = np.asarray(rotation_figure({"direction": curve}, "spots").axes[0].lines[0].get_ydata())
+    assert drawn[0] == drawn[-1] == 100

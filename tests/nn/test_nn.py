@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from selfconv.groups import IDENTITY, Group, get_group
 from selfconv.nn import (
+    AffineConv2d,
     AffineSelfConv2d,
+    DepthwiseConv2d,
     GlobalPool,
     GroupBatchNorm,
     GroupConv2d,
@@ -51,6 +53,10 @@ LAYERS: dict[str, Make] = {
     "simple_asc_dense": lambda **k: SimpleAffineSelfConv2d(4, 6, 3, num_heads=2, psi="dense", **k),
     "simple_asc_no_bias": lambda **k: SimpleAffineSelfConv2d(4, 6, 3, num_heads=3, qkv_bias=False, **k),
     "sasa": lambda **k: StandAloneSelfAttention2d(4, 8, 5, num_heads=2, **k),
+    "affine_conv": lambda **k: AffineConv2d(4, 6, 5, **k),
+    "affine_conv_stride": lambda **k: AffineConv2d(4, 6, 3, stride=2, **k),
+    "depthwise": lambda **k: DepthwiseConv2d(4, 3, **k),
+    "depthwise_stride": lambda **k: DepthwiseConv2d(4, 5, stride=2, **k),
     "conv": lambda **k: GroupConv2d(4, 6, 3, padding=1, **k),
     "conv_valid": lambda **k: GroupConv2d(4, 6, 2, padding="valid", bias=False, **k),
     "conv_stride_pool": lambda **k: GroupConv2d(4, 6, 3, stride=2, padding="same", downsample="pool", **k),
@@ -431,3 +437,38 @@ def test_integer_images_are_refused() -> None:
         LiftingConv2d(3, 4, 3)(torch.zeros(1, 3, 5, 5, dtype=torch.uint8))
     with pytest.raises(TypeError, match=r"expects floating-point features; got torch\.int64"):
         GroupConv2d(3, 4, 3)(torch.zeros(1, 3, 5, 5, dtype=torch.int64))
+
+
+# ---- the controls ----
+
+
+@every_group
+def test_affine_conv_is_asc_without_attention(group: str | Group) -> None:
+    """With equal scores α is 1/k²: k² times ASC's output is the affine convolution of its values."""
+    asc = AffineSelfConv2d(4, 6, 3, num_heads=2, scale=0.0, group=group, dtype=torch.float64)
+    plain = AffineConv2d(4, 6, 3, group=group, dtype=torch.float64)
+    with torch.no_grad():
+        plain.value.weight.copy_(asc.w_in[-6:])
+        assert plain.value.bias is not None
+        assert asc.b_in is not None
+        plain.value.bias.copy_(asc.b_in[-6:].normal_())
+        plain.psi_v.copy_(asc.psi_v)  # type: ignore[arg-type]
+        plain.beta_v.copy_(asc.beta_v)  # type: ignore[arg-type]
+        plain.output.weight.copy_(asc.w_out)
+    x = features(asc, group, torch.float64)
+    torch.testing.assert_close(plain(x), 9 * asc(x), rtol=0, atol=1e-10)
+
+
+def test_depthwise_is_torchs_on_the_plane() -> None:
+    layer = DepthwiseConv2d(4, 5, dtype=torch.float64)
+    x = torch.randn(2, 4, 7, 9, dtype=torch.float64)
+    expected = F.conv2d(x, layer.weight[:, None], padding=2, groups=4)
+    torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (0, 3), (4, 3, 0), (4, -1)])
+def test_windows_that_the_controls_refuse(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(
+        ValueError, match="DepthwiseConv2d: expected positive sizes and an odd kernel_size; got"
+    ):
+        DepthwiseConv2d(*sizes)

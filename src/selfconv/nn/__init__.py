@@ -4,6 +4,7 @@ Planar features are ``[N, C, h, w]``; group features ``[N, C, |H|, h, w]``. Acti
 their own: pointwise ones, such as ``nn.ReLU``, are equivariant as they are.
 """
 
+from selfconv.nn._affine import AffineConv2d, DepthwiseConv2d
 from selfconv.nn._attention import (
     AffineSelfConv2d,
     LocalAttention2d,
@@ -17,7 +18,9 @@ from selfconv.nn._pool import GlobalPool, GroupPool, SpatialPool2d
 from selfconv.nn._squeeze_excite import SqueezeExcite
 
 __all__ = [
+    "AffineConv2d",
     "AffineSelfConv2d",
+    "DepthwiseConv2d",
     "GlobalPool",
     "GroupBatchNorm",
     "GroupConv2d",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -80,6 +81,16 @@ def on_folded(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if channels_innermost(x):
         return y.unflatten(1, (x.shape[2], x.shape[1])).transpose(1, 2)
     return y.unflatten(1, x.shape[1:3])
+
+
+def in_memory_of(like: Tensor, y: Tensor) -> Tensor:
+    """y with its channels innermost if they are so in ``like``; a copy where they are not yet."""
+    if not channels_innermost(like) or channels_innermost(y):
+        return y
+    if y.dim() == 4:
+        return y.contiguous(memory_format=torch.channels_last)
+    folded = y.transpose(1, 2).flatten(1, 2).contiguous(memory_format=torch.channels_last)  # [N, |H|·C, h, w]
+    return folded.unflatten(1, (y.shape[2], y.shape[1])).transpose(1, 2)
 
 
 def avg_pool(x: Tensor, size: int) -> Tensor:

@@ -1,0 +1,117 @@
+"""Affine convolution: what is left of affine self convolution without attention."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from selfconv.groups import Group, get_group
+from selfconv.nn._conv import GroupConv2d
+from selfconv.nn._layout import avg_pool, check_features, in_memory_of
+from selfconv.ops import affine_conv
+
+
+class DepthwiseConv2d(nn.Module):
+    """A filter for each channel, on the plane or on a group, and no mixing of channels:
+
+        out_c(P, x) = Σ_(R,y) f_c(R, y) ψ_c(P⁻¹R, P⁻¹(y − x))
+
+    Shapes: ``[N, C, |H|, h, w] -> [N, C, |H|, h/stride, w/stride]``; on z2 without the group axis.
+    Equivariant to shifts and to ``group``; ``stride`` averages stride×stride cells, which keeps both exact on
+    maps whose sides are multiples of it.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        kernel_size: int,
+        stride: int = 1,
+        *,
+        group: str | Group = "z2",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _check_window(type(self).__name__, channels, kernel_size, stride)
+        self.channels, self.kernel_size, self.stride = channels, kernel_size, stride
+        self.group = get_group(group)
+        axis = () if len(self.group) == 1 else (len(self.group),)
+        shape = (channels, *axis, kernel_size, kernel_size)
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """He initialisation: a channel's fan is its window on every plane."""
+        nn.init.normal_(self.weight, std=math.sqrt(2 / self.weight[0].numel()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        check_features(type(self).__name__, x, self.channels, self.group)
+        out = affine_conv(x, self.weight, None, group=self.group)
+        return avg_pool(in_memory_of(x, out), self.stride)
+
+    def extra_repr(self) -> str:
+        stride = f", stride={self.stride}" if self.stride > 1 else ""
+        return f"{self.channels}, kernel_size={self.kernel_size}{stride}, group={self.group.name!r}"
+
+
+class AffineConv2d(nn.Module):
+    """Affine self convolution with α = 1, the control that shows what attention adds:
+
+        V = f ⋆ W^V                                                                       1×1, with bias
+        out(P, x) = W^O ⋆ Σ_y Σ_R V(R, y) ψ(P⁻¹R, P⁻¹(y − x)) + β(P⁻¹(y − x))           W^O without bias
+
+    β sums to one value per channel. Shapes, equivariance and ``stride`` are those of ``AffineSelfConv2d``.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int = 5,
+        stride: int = 1,
+        *,
+        group: str | Group = "z2",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _check_window(type(self).__name__, min(in_channels, out_channels), kernel_size, stride)
+        self.in_channels, self.out_channels = in_channels, out_channels
+        self.kernel_size, self.stride, self.group = kernel_size, stride, get_group(group)
+        factory = {"group": self.group, "device": device, "dtype": dtype}
+        axis = () if len(self.group) == 1 else (len(self.group),)
+        window = (kernel_size, kernel_size)
+        self.value = GroupConv2d(in_channels, out_channels, 1, **factory)  # type: ignore[arg-type]
+        self.psi_v = nn.Parameter(torch.empty(out_channels, *axis, *window, device=device, dtype=dtype))
+        self.beta_v = nn.Parameter(torch.empty(out_channels, *window, device=device, dtype=dtype))
+        self.output = GroupConv2d(
+            out_channels, out_channels, 1, stride, bias=False, downsample="pool", **factory  # type: ignore[arg-type]
+        )  # fmt: skip
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As ``AffineSelfConv2d``: He initialisation for the 1×1 maps, ψ, β ~ N(0, 1)."""
+        for layer in (self.value, self.output):
+            layer.reset_parameters()
+        for parameter in (self.psi_v, self.beta_v):
+            nn.init.normal_(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        check_features(type(self).__name__, x, self.in_channels, self.group)
+        out = affine_conv(self.value(x), self.psi_v, self.beta_v, group=self.group)
+        return self.output(in_memory_of(x, out))
+
+    def extra_repr(self) -> str:
+        stride = f", stride={self.stride}" if self.stride > 1 else ""
+        sizes = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"
+        return f"{sizes}{stride}, group={self.group.name!r}"
+
+
+def _check_window(name: str, channels: int, kernel_size: int, stride: int) -> None:
+    if min(channels, stride) < 1 or kernel_size < 1 or kernel_size % 2 == 0:
+        raise ValueError(
+            f"{name}: expected positive sizes and an odd kernel_size; got channels={channels}, "
+            f"kernel_size={kernel_size}, stride={stride}"
+        )

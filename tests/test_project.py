@@ -1,14 +1,12 @@
-"""Rules the project keeps: who imports whom, what an import loads, and a paper map that is true."""
+"""Rules the project keeps: what an import loads, a paper map that is true, and how packages are installed."""
 
 from __future__ import annotations
 
-import ast
 import importlib
 import re
 import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from helpers import ROOT, source_of
@@ -16,40 +14,6 @@ from helpers import ROOT, source_of
 from selfconv.ops import reference
 
 PACKAGE = ROOT / "src" / "selfconv"
-# each layer may import from those before it, and from itself
-LEAVES = ["_version", "_extras", "_files", "_lazy", "_memory", "_text"]
-ROOMS = ["groups", "ops", "nn", "testing", "models", "data", "train", "trained", "study"]
-LAYERS = [*LEAVES, *ROOMS, "bench", "visualize", "explorer", "cli"]
-
-
-def layer_of(path: Path) -> str:
-    first = path.relative_to(PACKAGE).parts[0]
-    return first.removesuffix(".py")
-
-
-def imported_layers(path: Path) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        found |= {name.split(".")[1] for name in names if name.startswith("selfconv.")}
-    return found
-
-
-def test_modules_import_only_from_their_left() -> None:
-    files = [p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py"]
-    assert len(files) > 15
-    for path in files:
-        here = layer_of(path)
-        order = LAYERS.index(FACADES.get(here, here))
-        for other in imported_layers(path) & {*LAYERS}:
-            assert LAYERS.index(other) <= order, f"{path.relative_to(ROOT)} imports selfconv.{other}"
-
-
-FACADES = {"timm": "models", "__main__": "cli"}  # modules at the top that belong to a layer
 
 
 def test_import_loads_nothing_heavy() -> None:

@@ -181,7 +181,7 @@ def figures(
         head: By default one that chooses among the neighbours there.
     """
     from selfconv.trained import Trained
-    from selfconv.visualize._write import write_figures
+    from selfconv.visualize import write_figures
 
     for path in write_figures(Trained.open(run), out, image=image, layer=layer, pixel=pixel, head=head):
         print(path)

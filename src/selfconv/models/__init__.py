@@ -5,6 +5,8 @@ from selfconv.models.convert import Conversion, convert
 from selfconv.models.export import export_onnx, export_program, fold_batch_norm
 from selfconv.models.flops import count_flops, count_parameters
 from selfconv.models.registry import (
+    MODELS,
+    WEIGHTS,
     ModelInfo,
     create_model,
     list_models,
@@ -15,6 +17,8 @@ from selfconv.models.registry import (
 from selfconv.models.resnet import ResNet
 
 __all__ = [
+    "MODELS",
+    "WEIGHTS",
     "Conversion",
     "ModelInfo",
     "ResNet",

@@ -13,8 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from selfconv.models.resnet import ConvNorm, ResNet
-from selfconv.nn import GroupBatchNorm, LocalAttention2d, set_backend
-from selfconv.nn._fixed import ATTENTION, CONVOLUTIONS, fix_filters, is_plain
+from selfconv.nn import (
+    ATTENTION,
+    CONVOLUTIONS,
+    GroupBatchNorm,
+    LocalAttention2d,
+    fix_filters,
+    is_plain,
+    set_backend,
+)
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram

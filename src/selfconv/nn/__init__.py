@@ -13,11 +13,14 @@ from selfconv.nn._attention import (
     set_backend,
 )
 from selfconv.nn._conv import GroupConv2d, LiftingConv2d
+from selfconv.nn._fixed import ATTENTION, CONVOLUTIONS, fix_filters, is_plain
 from selfconv.nn._norm import GroupBatchNorm
 from selfconv.nn._pool import GlobalPool, GroupPool, SpatialPool2d
 from selfconv.nn._squeeze_excite import SqueezeExcite
 
 __all__ = [
+    "ATTENTION",
+    "CONVOLUTIONS",
     "AffineConv2d",
     "AffineSelfConv2d",
     "DepthwiseConv2d",
@@ -31,5 +34,7 @@ __all__ = [
     "SpatialPool2d",
     "SqueezeExcite",
     "StandAloneSelfAttention2d",
+    "fix_filters",
+    "is_plain",
     "set_backend",
 ]

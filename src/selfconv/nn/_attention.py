@@ -10,9 +10,7 @@ from torch import Tensor, nn
 
 from selfconv.groups import Group, get_group
 from selfconv.nn._layout import avg_pool, check_features, group_conv
-from selfconv.ops import affine_self_conv, affine_self_conv_packed
-from selfconv.ops._backends import check_backend
-from selfconv.ops._call import check_heads
+from selfconv.ops import affine_self_conv, affine_self_conv_packed, check_backend, check_heads
 
 PsiKind = Literal["channel", "dense"]
 AffineKind = Literal["both", "psi", "beta"]

@@ -20,8 +20,7 @@ from selfconv.nn._attention import (
 )
 from selfconv.nn._conv import GroupConv2d, LiftingConv2d
 from selfconv.nn._layout import avg_pool, check_features, fold_bias, fold_filters
-from selfconv.ops._call import cast
-from selfconv.ops.eager import attend
+from selfconv.ops import attend, cast
 
 CONVOLUTIONS = (LiftingConv2d, GroupConv2d)
 ATTENTION = (AffineSelfConv2d, SimpleAffineSelfConv2d, StandAloneSelfAttention2d)

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selfconv.groups import Group, get_group
-from selfconv.ops._backends import BACKENDS, choose_backend, explain_call
-from selfconv.ops._call import Call, check_call, check_float
+from selfconv.ops._backends import BACKENDS, check_backend, choose_backend, explain_call
+from selfconv.ops._call import Call, cast, check_call, check_float, check_heads
 from selfconv.ops._flops import affine_self_conv_flops
+from selfconv.ops.eager import attend, run_with_attention
 
 __all__ = [
     "BACKENDS",
@@ -20,6 +21,10 @@ __all__ = [
     "affine_self_conv",
     "affine_self_conv_flops",
     "affine_self_conv_packed",
+    "attend",
+    "cast",
+    "check_backend",
+    "check_heads",
     "explain",
 ]
 
@@ -85,11 +90,9 @@ def affine_self_conv(
         kernel_size=kernel_size, num_heads=num_heads, scale=scale, group=group,
     )  # fmt: skip
     if return_attention:
-        from selfconv.ops import eager
-
         if backend not in (None, "eager"):
             raise ValueError(f"return_attention needs the eager backend; got backend={backend!r}")
-        out, alpha = eager.run_with_attention(call)
+        out, alpha = run_with_attention(call)
         alpha = alpha.unflatten(3, (call.kernel_size, call.kernel_size))
         return (out.squeeze(2), alpha.squeeze(2)) if len(call.group) == 1 else (out, alpha)
     return _run(call, backend)

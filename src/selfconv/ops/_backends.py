@@ -113,6 +113,7 @@ def _load(name: str) -> Run | str:
 
 
 def check_backend(name: str | None) -> None:
+    """Raises ValueError unless it is one of ``BACKENDS``, or None."""
     if name is not None and name not in BACKENDS:
         raise ValueError(
             f"unknown backend {name!r}; expected one of {', '.join(map(repr, BACKENDS))}, or None"

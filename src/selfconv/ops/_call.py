@@ -151,7 +151,7 @@ def check_float(name: str, t: Tensor) -> None:
 
 
 def check_heads(num_heads: int, **channels: int) -> None:
-    """Heads split channels into equal runs."""
+    """Raises ValueError unless heads split all these channels into equal runs."""
     if num_heads < 1 or any(c % num_heads for c in channels.values()):
         counts = ", ".join(f"{c} {name} channels" for name, c in channels.items())
         common = math.gcd(*channels.values())

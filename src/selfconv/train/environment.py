@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-import selfconv
+from selfconv._version import __version__
 
 PACKAGES = ("torch", "numpy", "numba", "triton", "accelerate", "safetensors")
 
@@ -22,7 +22,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    found = {"selfconv": selfconv.__version__, "python": platform.python_version()}
+    found = {"selfconv": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
             found[package] = version(package)
@@ -33,7 +33,7 @@ def versions() -> dict[str, str]:
 
 def commit() -> str | None:
     """Of the checkout that the package runs from, with ``+`` if files were changed; None if there is none."""
-    root = Path(selfconv.__file__).parents[2]
+    root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return None
     try:

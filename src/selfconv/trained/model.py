@@ -12,8 +12,7 @@ from torch import Tensor
 
 from selfconv._files import read_json
 from selfconv.data import DataInfo, Dataset, normalise, read_image
-from selfconv.models import ResNet, create_model, list_pretrained
-from selfconv.models.registry import WEIGHTS
+from selfconv.models import WEIGHTS, ResNet, create_model, list_pretrained
 from selfconv.train import Run, RunConfig, RunError, build_model, load_last, open_data
 
 

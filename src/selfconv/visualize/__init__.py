@@ -5,6 +5,9 @@ are those that the layers computed with. ``selfconv.visualize.figures`` draws th
 which the extra ``plot`` brings.
 """
 
+from typing import TYPE_CHECKING
+
+from selfconv._lazy import lazy
 from selfconv.visualize._equivariance import EquivarianceView, equivariance_view
 from selfconv.visualize._inspection import (
     Inspection,
@@ -17,6 +20,11 @@ from selfconv.visualize._inspection import (
     look,
 )
 
+if TYPE_CHECKING:
+    from selfconv.visualize._write import write_figures
+else:
+    __getattr__, __dir__ = lazy(__name__, _write=["write_figures"])
+
 __all__ = [
     "EquivarianceView",
     "Inspection",
@@ -28,4 +36,5 @@ __all__ = [
     "layer_filters",
     "list_layers",
     "look",
+    "write_figures",
 ]

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from selfconv.groups import Group
 from selfconv.nn import LocalAttention2d
-from selfconv.ops import eager
-from selfconv.ops._call import Call, check_call
+from selfconv.ops import affine_self_conv
 from selfconv.visualize._trace import trace
 
 Pixel = tuple[int, int]  # row, column
@@ -79,13 +78,15 @@ class LayerFilters(NamedTuple):
 class _Operation:
     """One layer's call of the operation with everything that a pixel's view is cut from."""
 
-    call: Call
+    query: Tensor  # [C, P, h, w]
+    key: Tensor  # [C, R, h, w]
+    value: Tensor
+    output: Tensor  # [C, P, h, w]
+    alpha: Tensor  # [heads, P, k, k, h, w]
     psi_k: Tensor  # steered: [C, P, R, k, k], dense [C, C, P, R, k, k]
     beta_k: Tensor  # steered: [C, P, k, k]
     psi_v: Tensor
     beta_v: Tensor
-    alpha: Tensor  # [heads, P, k, k, h, w]
-    output: Tensor  # [C, P, h, w]
 
 
 class Inspection:
@@ -158,22 +159,27 @@ class Inspection:
         if info.name not in self._operations:
             layer = info.layer
             packed, channels = layer.project(self._inputs[info.name])
-            query, key, *value = packed.split(list(channels), 1)
-            call = check_call(
-                query, key, value[0] if value else key, *layer.affine_parameters(),
-                kernel_size=layer.kernel_size, num_heads=layer.num_heads, scale=layer.scale,
-                group=layer.group,
+            parts = packed.split(list(channels), 1)
+            features = (parts[0], parts[1], parts[-1])
+            output, alpha = affine_self_conv(
+                *features, *layer.affine_parameters(),
+                num_heads=layer.num_heads, scale=layer.scale, group=layer.group,
+                kernel_size=layer.kernel_size, return_attention=True,
             )  # fmt: skip
-            output, alpha = eager.run_with_attention(call)
+            query, key, value, output, alpha = (  # with the axis of the group, as everywhere here
+                t[0].unsqueeze(1) if len(layer.group) == 1 else t[0] for t in (*features, output, alpha)
+            )
             filters = layer_filters(layer)
             self._operations[info.name] = _Operation(
-                call=call,
+                query=query,
+                key=key,
+                value=value,
+                output=output,
+                alpha=alpha,
                 psi_k=layer.group.steer(filters.psi_k),
                 beta_k=layer.group.steer(filters.beta_k, planar=True),
                 psi_v=layer.group.steer(filters.psi_v),
                 beta_v=layer.group.steer(filters.beta_v, planar=True),
-                alpha=alpha[0].unflatten(2, (layer.kernel_size, layer.kernel_size)),
-                output=output[0],
             )
         return self._operations[info.name]
 
@@ -182,10 +188,10 @@ class Inspection:
         op, k, heads = self._operation(info), info.layer.kernel_size, info.layer.num_heads
         i, j = pixel
         alpha = op.alpha[head, ..., i, j]  # [P, k, k]
-        keys, values = (_window(f[0], pixel, k) for f in (op.call.key, op.call.value))  # [C, R, k, k]
+        keys, values = (_window(f, pixel, k) for f in (op.key, op.value))  # [C, R, k, k]
         of_key, of_value = (_channels_of(head, heads, len(f)) for f in (keys, values))
         a_k = _affine_map(keys, op.psi_k, op.beta_k)[of_key]  # [C, P, k, k]
-        query = op.call.query[0, of_key, :, i, j]  # [C, P]
+        query = op.query[of_key, :, i, j]  # [C, P]
         psi, beta = _planes_first(op.psi_v[of_value]), op.beta_v[of_value].transpose(0, 1)
         weights = alpha[:, None, :, :]  # [P, 1, k, k]
         window = self._image_window(info.size, pixel, k)
@@ -198,7 +204,7 @@ class Inspection:
             neighbourhood=(values if psi.dim() == 6 else values[of_value]).transpose(0, 1),
             psi=psi,
             beta=beta,
-            scores=(query[..., None, None] * a_k).sum(0) * op.call.scale,
+            scores=(query[..., None, None] * a_k).sum(0) * info.layer.scale,
             alpha=alpha,
             effective=weights.reshape(len(alpha), *(1,) * (psi.dim() - 3), k, k) * psi,
             positional=weights * beta,

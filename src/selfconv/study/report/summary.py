@@ -179,8 +179,7 @@ def _table(trial: Trial) -> str | None:
 
 
 def _unchanged(config: RunConfig) -> bool:
-    from selfconv.models import ResNetConfig
-    from selfconv.models.registry import MODELS
+    from selfconv.models import MODELS, ResNetConfig
 
     named, given = MODELS.get(config.model.name), config.model.overrides()
     if named is None or all(value is None for value in given.values()):

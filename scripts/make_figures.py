@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from selfconv.trained import Trained
+from selfconv.trained import open_trained
 from selfconv.visualize import equivariance_view
 from selfconv.visualize._write import model_figures, predictions, save_png
 from selfconv.visualize.figures import equivariance_figure
@@ -18,7 +18,7 @@ IMAGE, LAYER = 0, "stages.0.0.spatial.conv"
 
 def main() -> None:
     names = ("digits_asc", "digits_p4_asc")
-    trained = {name: Trained.open(name) for name in names}
+    trained = {name: open_trained(name) for name in names}
     pixels = trained["digits_asc"].open_data().test.images[IMAGE]
     for name, model in trained.items():
         for kind, figure in model_figures(model, pixels, layer=LAYER, pixel=None, head=None):

@@ -18,7 +18,7 @@ from PIL import Image
 from selfconv import __version__, cli
 from selfconv.data import load_data
 from selfconv.train import Run
-from selfconv.trained import evaluate_model, load_model
+from selfconv.trained import evaluate_model, open_trained
 
 
 def test_a_reader_that_has_seen_enough() -> None:
@@ -94,8 +94,8 @@ def test_evaluate(run: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_p4_network_keeps_its_accuracy_under_quarter_turns(run: Path, data: Path) -> None:
-    opened = Run.open(run)
-    model, split = load_model(opened), load_data(data).test
+    opened = open_trained(run)
+    model, split = opened.model, load_data(data).test
     upright = evaluate_model(model, split, opened.data)
     turns = [upright.accuracy_under[name] for name in ("0°", "90°", "180°", "270°")]
     assert turns == [upright.accuracy] * 4
@@ -127,9 +127,9 @@ def test_export(plain: Path, data: Path, tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"model.{suffix}"
     assert run_cli("export", plain, "--to", path) == 0
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
-    opened = Run.open(plain)
+    opened = open_trained(plain)
     images = load_data(data).test.images[:7]
-    expected = load_model(opened)(normalise(images, opened.data.mean, opened.data.std)).detach()
+    expected = opened.model(normalise(images, opened.data.mean, opened.data.std)).detach()
     pixels = images.float() / 255
     if suffix == "onnx":
         import onnxruntime
@@ -290,10 +290,10 @@ def test_an_output_folder_that_holds_other_things(data: Path, run: Path, tmp_pat
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["evaluate", "nowhere"], "nowhere: expected the folder of a run; got no such folder"),
-        (["evaluate", "."], ".: expected the folder of a run; got other things"),
-        (["evaluate", "empty"], "empty: expected the folder of a run; got an empty folder"),
-        (["evaluate", "broken.png"], "broken.png: expected the folder of a run; got a file"),
+        (["evaluate", "nowhere"], "digits_p4_asc; got no such folder or name"),
+        (["evaluate", "."], "digits_p4_asc; got other things"),
+        (["evaluate", "empty"], "digits_p4_asc; got an empty folder"),
+        (["evaluate", "broken.png"], "digits_p4_asc; got a file"),
         (["evaluate"], "Missing"),
         (["evaluate", "RUN", "--jsn"], "Unrecognized options: --jsn"),
         (["predict", "RUN", "nowhere.png"], "nowhere.png: expected an image"),

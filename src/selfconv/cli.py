@@ -36,22 +36,25 @@ from selfconv.train import (
 )
 
 BENCH, BUDGET = BenchOptions(), Budget()
-RunFolder = Annotated[Path, arg(metavar="RUN")]
+TRAINED_HELP = (
+    "Folder of a run or of a saved model, or a model that comes with the package: "
+    "digits_asc, digits_conv, digits_p4_asc."
+)
+TrainedPlace = Annotated[str, arg(metavar="TRAINED", help=TRAINED_HELP)]
 
 
-def evaluate(run: Positional[RunFolder], /, *, json: bool = False) -> None:
+def evaluate(trained: Positional[TrainedPlace], /, *, json: bool = False) -> None:
     """Test a trained model: accuracy, of each class, and when the images are turned.
 
-    Also writes evaluation.json and confusion.png to the run's folder.
+    For a run, also writes evaluation.json and confusion.png to its folder.
 
     Args:
-        run: Folder of a run.
         json: Print JSON instead of tables.
     """
-    from selfconv.train import Run
-    from selfconv.trained import evaluate_run
+    from selfconv.trained import evaluate as evaluate_trained
+    from selfconv.trained import open_trained
 
-    evaluation = evaluate_run(Run.open(run))
+    evaluation = evaluate_trained(open_trained(trained))
     if json:
         print(json_module.dumps(asdict(evaluation)))
     else:
@@ -59,7 +62,7 @@ def evaluate(run: Positional[RunFolder], /, *, json: bool = False) -> None:
 
 
 def predict(
-    run: Positional[RunFolder],
+    trained: Positional[TrainedPlace],
     images: Positional[Annotated[tuple[str, ...], arg(metavar="IMAGE…")]],
     /,
     *,
@@ -68,16 +71,15 @@ def predict(
     """Classify image files: a line with file, class and probability for each.
 
     Args:
-        run: Folder of a run.
         images: Image files, folders of them, or quoted wildcards.
         json: Print JSON, with the probability of every class.
     """
-    from selfconv.train import Run
+    from selfconv.trained import open_trained
     from selfconv.trained import predict as predict_images
 
     if not images:
         raise ValueError("predict: expected at least one image, folder or wildcard; got none")
-    predictions = predict_images(Run.open(run), images)
+    predictions = predict_images(open_trained(trained), images)
     if json:
         print(json_module.dumps([asdict(p) for p in predictions]))
         return
@@ -85,18 +87,17 @@ def predict(
         print(f"{shown(p.file)}\t{shown(p.label)}\t{p.probability:.4f}")
 
 
-def export(run: Positional[RunFolder], /, *, to: Path) -> None:
+def export(trained: Positional[TrainedPlace], /, *, to: Path) -> None:
     """Write a trained model as ONNX or as a torch.export program.
 
     Args:
-        run: Folder of a run.
         to: File to write: …​.onnx or …​.pt2.
     """
-    from selfconv.train import Run
-    from selfconv.trained import export_run
+    from selfconv.trained import export as export_trained
+    from selfconv.trained import open_trained
 
-    opened = Run.open(run)
-    shape = export_run(opened, to)
+    opened = open_trained(trained)
+    shape = export_trained(opened, to)
     names = opened.data.class_names
     print(
         f"{shown(to)}: images [N, {', '.join(map(str, shape))}], pixels in 0..1 -> logits [N, {len(names)}]"
@@ -131,20 +132,23 @@ def audit(
     """Check layer by layer whether a network is equivariant; exit code 1 if it is not.
 
     Args:
-        model: Name of a model, or folder of a run.
+        model: Name of a model, with random weights; or a trained model, as `evaluate` takes it.
         size: Side of the images.
         group: To which group; by default the model's own.
         downsample: How convolutions halve a map, if not as the model is named.
     """
-    from selfconv.models import create_model
+    from selfconv.models import create_model, list_pretrained
     from selfconv.testing import audit as audit_model
-    from selfconv.train import Run
-    from selfconv.trained import load_model
+    from selfconv.trained import open_trained
 
     if size < 1:
         raise ValueError(f"size: expected a positive number of pixels; got {size}")
-    folder = Path(model)
-    network = load_model(Run.open(folder)) if folder.is_dir() else create_model(model, downsample=downsample)
+    if not (Path(model).exists() or model in list_pretrained()):
+        network = create_model(model, downsample=downsample)
+    elif downsample is None:
+        network = open_trained(model).model
+    else:
+        raise ValueError(f"--downsample needs the name of a model; got the trained model {model}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of sizes: the audit itself tells
         result = audit_model(network, size, group, in_channels=network.config["in_channels"])
@@ -161,7 +165,7 @@ def bench(options: BenchOptions = BENCH) -> None:
 
 
 def figures(
-    run: Positional[Annotated[str, arg(metavar="RUN")]],
+    trained: Positional[TrainedPlace],
     /,
     *,
     out: Path,
@@ -173,17 +177,16 @@ def figures(
     """Draw what a trained model does: a pixel's filters, attention, equivariance; as PNG and SVG.
 
     Args:
-        run: Folder of a run, or one of the models with weights: digits_asc, digits_p4_asc, digits_conv.
         out: Folder for the pictures.
         image: Image file; by default the first test image of the run's data.
         layer: Name of a self-convolution layer; by default the first.
         pixel: Row and column in the layer's map; by default where the image changes most.
         head: By default one that chooses among the neighbours there.
     """
-    from selfconv.trained import Trained
+    from selfconv.trained import open_trained
     from selfconv.visualize import write_figures
 
-    for path in write_figures(Trained.open(run), out, image=image, layer=layer, pixel=pixel, head=head):
+    for path in write_figures(open_trained(trained), out, image=image, layer=layer, pixel=pixel, head=head):
         print(path)
 
 
@@ -284,7 +287,7 @@ def _command(*parts: str | Mapping[str, object]) -> str:
 
 
 def explore(
-    run: Positional[Annotated[Path | None, arg(metavar="[RUN]")]] = None,
+    trained: Positional[Annotated[str | None, arg(metavar="[TRAINED]")]] = None,
     /,
     *,
     host: str = "127.0.0.1",
@@ -294,14 +297,14 @@ def explore(
     """Look into a model on a page: click a pixel and see its filters, turn the image and watch.
 
     Args:
-        run: Folder of a run; without one, the models for digits that come with the package.
+        trained: Folder of a run or of a saved model; without one, the models that come with the package.
         host: Address to listen on; any but 127.0.0.1 lets others use the page.
         port: Port to listen on; 0 for any that is free.
         open: Show the page in the browser.
     """
     from selfconv.explorer import explore as serve
 
-    serve(run, host=host, port=port, open_page=open)
+    serve(trained, host=host, port=port, open_page=open)
 
 
 # ---- train: its options are those of a run, and their defaults depend on some of them ----

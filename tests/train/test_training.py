@@ -33,7 +33,7 @@ from selfconv.train import (
     train,
 )
 from selfconv.train.trainer import parameter_groups, rate
-from selfconv.trained import load_model
+from selfconv.trained import open_trained
 
 
 @pytest.fixture(scope="module")
@@ -319,11 +319,11 @@ def test_the_loss_falls(tmp_path: Path, data: Path) -> None:
 
 
 def test_a_convolutional_network_trained_upright_loses_its_accuracy_when_images_turn(tmp_path: Path) -> None:
-    from selfconv.trained import evaluate_run
+    from selfconv.trained import evaluate
 
     config = RunConfig.of("digits", "resnet29").replaced("model", depth=11, widths=(8, 8, 8))
     record = train(config.replaced("recipe", epochs=4), tmp_path / "run", quiet=True)
-    under = evaluate_run(Run.open(tmp_path / "run")).accuracy_under
+    under = evaluate(open_trained(tmp_path / "run")).accuracy_under
     assert record["test_accuracy"] == under["0°"] > 0.8
     assert max(under["90°"], under["270°"]) < 0.4
 
@@ -332,7 +332,7 @@ def test_bf16(data: Path, tmp_path: Path) -> None:
     config = replace(tiny_config(data, "resnet29_asc", epochs=1), engine=Engine(precision="bf16"))
     record = train(config, tmp_path / "run", quiet=True)
     assert math.isfinite(record["test_loss"])
-    assert all(p.dtype == torch.float32 for p in load_model(Run.open(tmp_path / "run")).parameters())
+    assert all(p.dtype == torch.float32 for p in open_trained(tmp_path / "run").model.parameters())
 
 
 def test_without_validation_images(data: Path, tmp_path: Path) -> None:
@@ -358,7 +358,7 @@ def test_nan_stops_the_run_and_keeps_the_last_good_weights(
         train(tiny_config(data, epochs=2), tmp_path / "run", quiet=True)
     run = Run.open(tmp_path / "run")
     assert not run.finished
-    assert all(torch.isfinite(value).all() for value in load_model(run).state_dict().values())
+    assert all(torch.isfinite(value).all() for value in open_trained(run.folder).model.state_dict().values())
     monkeypatch.undo()
     train(tiny_config(data, epochs=2), tmp_path / "run", quiet=True, resume=True)
     assert same_weights(tmp_path / "good", tmp_path / "run")

@@ -12,10 +12,9 @@ import torch
 from helpers import ROOT
 
 from selfconv import cli
-from selfconv.models import ResNet, count_parameters, create_model, list_pretrained
-from selfconv.models.registry import WEIGHTS
+from selfconv.models import WEIGHTS, ResNet, count_parameters, create_model, list_pretrained
 from selfconv.train import RunError
-from selfconv.trained import Trained, logits
+from selfconv.trained import logits, open_trained
 
 PAGE = (ROOT / "docs" / "visualize.md").read_text("utf-8")
 NAMES = ["digits_asc", "digits_conv", "digits_p4_asc"]
@@ -23,7 +22,7 @@ NAMES = ["digits_asc", "digits_conv", "digits_p4_asc"]
 
 def test_what_is_shipped() -> None:
     assert list_pretrained() == NAMES
-    assert all(name in str(cli.figures.__doc__) for name in NAMES)
+    assert all(name in cli.TRAINED_HELP for name in NAMES)
     for name in NAMES:
         files = {path.name: path for path in (WEIGHTS / name).iterdir()}
         assert set(files) == {"config.json", "model.safetensors", "record.json", "metrics.jsonl"}
@@ -37,7 +36,7 @@ def test_the_record_is_of_these_weights(name: str) -> None:
     assert count_parameters(model) == record["parameters"]
     assert ResNet.from_config(record["model_config"]).config == model.config
     assert record["test_accuracy"] >= 0.97
-    trained = Trained.open(name)
+    trained = open_trained(name)
     assert len(trained.metrics) == record["epochs"] == trained.config.recipe.epochs
     assert trained.metrics[-1]["val_accuracy"] == record["val_accuracy"]
     told = json.dumps(record)
@@ -46,7 +45,7 @@ def test_the_record_is_of_these_weights(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_accuracy_is_the_recorded_one(name: str) -> None:
-    trained = Trained.open(name)
+    trained = open_trained(name)
     assert trained.record is not None
     test = trained.open_data().test
     right = (logits(trained.model, test, trained.data, lambda x: x).argmax(1) == test.labels).sum().item()
@@ -56,7 +55,7 @@ def test_the_accuracy_is_the_recorded_one(name: str) -> None:
 def test_quarter_turns_leave_p4_predictions_and_spoil_planar_ones() -> None:
     turned: dict[str, list[float]] = {}
     for name in NAMES:
-        trained = Trained.open(name)
+        trained = open_trained(name)
         data = trained.open_data()
         images, labels = trained.normalise(data.test.images[:60]), data.test.labels[:60]
         with torch.inference_mode():
@@ -74,11 +73,12 @@ def test_quarter_turns_leave_p4_predictions_and_spoil_planar_ones() -> None:
 
 def test_a_place_that_is_neither_run_nor_name(tmp_path: Path) -> None:
     with pytest.raises(
-        RunError, match=r"nothing: expected one of the folder of a run, digits_asc, .*; got no such folder"
+        RunError,
+        match=r"nothing: expected the folder of a run .*, or one of digits_asc, .*; got no such folder",
     ):
-        Trained.open("nothing")
-    with pytest.raises(RunError, match="expected the folder of a run; got an empty folder"):
-        Trained.open(tmp_path)
+        open_trained("nothing")
+    with pytest.raises(RunError, match=r"expected the folder of a run .*; got an empty folder"):
+        open_trained(tmp_path)
 
 
 def test_the_documentation_tells_their_accuracy() -> None:

@@ -97,12 +97,12 @@ class Guard:
 
 
 def explore(
-    run: Path | None = None, *, host: str = "127.0.0.1", port: int = 7860, open_page: bool = True
+    run: str | Path | None = None, *, host: str = "127.0.0.1", port: int = 7860, open_page: bool = True
 ) -> None:
     """Serves the page until Ctrl-C.
 
     Args:
-        run: folder of a run; without one, the models that are shipped.
+        run: a trained model, as ``open_trained`` takes it; without one, the models that are shipped.
         host: address to listen on. Any other than loopback lets others in.
         port: 0 takes any that is free.
         open_page: show it in the browser.
@@ -127,7 +127,7 @@ def explore(
             _serve(run, host, listening, open_page)
 
 
-def _serve(run: Path | None, host: str, listening: socket.socket, open_page: bool) -> None:
+def _serve(run: str | Path | None, host: str, listening: socket.socket, open_page: bool) -> None:
     import uvicorn
 
     port = listening.getsockname()[1]
@@ -153,7 +153,7 @@ def _serve(run: Path | None, host: str, listening: socket.socket, open_page: boo
         print()
 
 
-def make_app(run: Path | None, host: str, port: int, hosts: set[str] | None) -> Guard:
+def make_app(run: str | Path | None, host: str, port: int, hosts: set[str] | None) -> Guard:
     """The page behind its guard."""
     import fastapi
 

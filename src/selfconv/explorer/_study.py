@@ -19,7 +19,7 @@ from selfconv.data import DataError, Dataset, fit, load_data
 from selfconv.groups import P4
 from selfconv.models import list_pretrained
 from selfconv.testing import relative_error, transform
-from selfconv.trained import Trained
+from selfconv.trained import TrainedModel, open_trained
 from selfconv.visualize import Inspection
 
 Image = NDArray[np.uint8]  # [C, size, size]
@@ -42,19 +42,19 @@ class Study:
         note: what the user should know about the samples.
     """
 
-    def __init__(self, models: Sequence[Trained], samples: Sequence[Sample], note: str = "") -> None:
+    def __init__(self, models: Sequence[TrainedModel], samples: Sequence[Sample], note: str = "") -> None:
         self.models, self.samples, self.note = list(models), list(samples), note
         self._inspections: OrderedDict[tuple[int, bytes], Inspection] = OrderedDict()
         self._lock = Lock()  # a model is traced by hooks, so one image at a time
 
     @classmethod
-    def open(cls, run: Path | None) -> Self:
+    def open(cls, run: str | Path | None) -> Self:
         """The shipped models on digits, the planar one first; or a run's, beside a shipped counterpart."""
-        shipped = [Trained.open(name) for name in list_pretrained()]
+        shipped = [open_trained(name) for name in list_pretrained()]
         if run is None:
             models = sorted(_one_of_each_kind(shipped), key=lambda trained: len(trained.model.group))
         else:
-            own = Trained.open(run)
+            own = open_trained(run)
             models = [own, *(other for other in _one_of_each_kind(shipped) if _counterparts(own, other))]
         if not models:
             raise ValueError("explore: this version ships no weights; expected the folder of a run")
@@ -98,13 +98,13 @@ class Study:
         return relative_error(after, transform(before, quarters % 4, P4 if len(group) == 1 else group))
 
 
-def _one_of_each_kind(trained: Sequence[Trained]) -> list[Trained]:
+def _one_of_each_kind(trained: Sequence[TrainedModel]) -> list[TrainedModel]:
     """One of each group, with self convolution if there is such a one."""
     by_interest = sorted(trained, key=lambda one: one.model.config["spatial"] != "conv")
     return list({one.model.group.name: one for one in by_interest}.values())
 
 
-def _counterparts(a: Trained, b: Trained) -> bool:
+def _counterparts(a: TrainedModel, b: TrainedModel) -> bool:
     """Whether one is planar, the other not, and both answer the same question about the same images."""
     same = all(
         getattr(a.data, name) == getattr(b.data, name) for name in ("class_names", "size", "in_channels")
@@ -112,7 +112,7 @@ def _counterparts(a: Trained, b: Trained) -> bool:
     return same and (len(a.model.group) == 1) != (len(b.model.group) == 1)
 
 
-def _samples(trained: Trained) -> tuple[list[Sample], str]:
+def _samples(trained: TrainedModel) -> tuple[list[Sample], str]:
     """Test images of every class, and a note if they are not of the model's own data."""
     options = trained.config.data
     try:
@@ -141,7 +141,7 @@ def choose_samples(data: Dataset) -> list[Sample]:
     return chosen
 
 
-def _stand_ins(trained: Trained) -> list[Sample]:
+def _stand_ins(trained: TrainedModel) -> list[Sample]:
     digits = choose_samples(load_data("digits"))
     size, channels = trained.data.size, trained.data.in_channels
     larger = fit(np.stack([digit.image.transpose(1, 2, 0) for digit in digits]), size).transpose(0, 3, 1, 2)
@@ -195,7 +195,7 @@ def wrap(degrees: float) -> float:
 # ---- in words ----
 
 
-def kind(trained: Trained) -> str:
+def kind(trained: TrainedModel) -> str:
     """``p4`` or ``p4m``, or ``planar`` for a network that knows no turns."""
     group = trained.model.group
     return "planar" if len(group) == 1 else group.name

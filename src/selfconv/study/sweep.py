@@ -215,13 +215,13 @@ def attempt(
 def run_trial(config: RunConfig, folder: Path, watch: Watch | None = None) -> dict[str, Any]:
     """The record of a trial, made as far as it is missing."""
     from selfconv.train import train
-    from selfconv.trained import evaluate_run
+    from selfconv.trained import evaluate, open_trained
 
     (folder / FAILED).unlink(missing_ok=True)
     with _without_size_warnings():
         record = train(config, folder, resume=True, quiet=True, watch=watch)
         if not (folder / "evaluation.json").is_file():
-            evaluate_run(Run.open(folder), picture=False)
+            evaluate(open_trained(folder), picture=False)
     return record
 
 

@@ -4,13 +4,15 @@ config.json           what the run was asked to do
 data.json             what it was trained on: digest, classes, size, mean and deviation
 metrics.jsonl         a line for each epoch; events.out.tfevents.* say the same to TensorBoard
 checkpoints/          the last two
-model/                config.json and model.safetensors, for ResNet.from_pretrained, once it has finished
+model/                once it has finished: config.json and model.safetensors, for ResNet.from_pretrained,
+                      and a copy of record.json: a folder to share
 record.json           the result, with everything needed to judge and repeat it
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -140,14 +142,13 @@ def begin(run: Run, data: Dataset) -> DataInfo:
     return info
 
 
-def save_model(run: Run, model: ResNet) -> None:
-    """Puts the final model in place as a whole."""
-    import shutil
-
+def save_model(run: Run, model: ResNet, record: dict[str, Any]) -> None:
+    """Puts the final model in place as a whole, with its record, so that the folder stands on its own."""
     partial, place = run.folder / ".model.partial", run.folder / "model"
     shutil.rmtree(partial, ignore_errors=True)
     try:
         model.save_pretrained(partial)
+        write_json(partial / "record.json", record)
         for path in partial.iterdir():
             with open(path, "rb") as file:
                 os.fsync(file.fileno())

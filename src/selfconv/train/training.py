@@ -209,7 +209,7 @@ def _finish(
         **environment(accelerator.device),
     }
     if accelerator.is_main_process:
-        save_model(run, model)
+        save_model(run, model, record)
         write_json(run.folder / "record.json", record)
     progress.say(
         f"test accuracy {record['test_accuracy']:.2%} after {len(history)} epochs, {seconds:.0f} s of "

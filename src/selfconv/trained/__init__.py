@@ -1,15 +1,15 @@
-"""From a run folder or a shipped name to answers: evaluate, predict, export."""
+"""From a run's folder, a saved model or a shipped name to answers: evaluate, predict, export."""
 
 from selfconv.trained.evaluation import (
     VIEWS,
     Evaluation,
     confusion_figure,
+    evaluate,
     evaluate_model,
-    evaluate_run,
     logits,
 )
-from selfconv.trained.export import export_run
-from selfconv.trained.model import Trained, load_model
+from selfconv.trained.exporting import export
+from selfconv.trained.model import TrainedModel, open_trained
 from selfconv.trained.prediction import Prediction, predict
 from selfconv.trained.rotation import RotationCurve, rotation_curve, rotation_figure
 
@@ -18,13 +18,13 @@ __all__ = [
     "Evaluation",
     "Prediction",
     "RotationCurve",
-    "Trained",
+    "TrainedModel",
     "confusion_figure",
+    "evaluate",
     "evaluate_model",
-    "evaluate_run",
-    "export_run",
-    "load_model",
+    "export",
     "logits",
+    "open_trained",
     "predict",
     "rotation_curve",
     "rotation_figure",

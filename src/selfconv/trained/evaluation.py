@@ -16,8 +16,7 @@ from selfconv._files import write_atomically, write_json
 from selfconv._text import shown
 from selfconv.data import Batches, DataInfo, Split
 from selfconv.testing import relative_error
-from selfconv.train import Run, RunError, open_data
-from selfconv.trained.model import load_model
+from selfconv.trained.model import TrainedModel
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -112,25 +111,26 @@ def _accuracy(outputs: Tensor, labels: Tensor) -> float:
     return (outputs.argmax(1) == labels).sum().item() / len(labels)
 
 
-def evaluate_run(run: Run, *, picture: bool = True) -> Evaluation:
-    """Evaluates a run on the test images of its data set, and keeps the result in its folder.
+def evaluate(trained: TrainedModel, *, picture: bool = True) -> Evaluation:
+    """Evaluates a model on the test images of its data set, and keeps the result in its run's folder.
 
-    Writes ``evaluation.json``, and ``confusion.png`` if matplotlib is there and a picture is wanted.
+    Writes ``evaluation.json`` there, and ``confusion.png`` if matplotlib is there and a picture is wanted;
+    nothing for a model that is not in a run's folder.
     """
-    info, data = run.data, open_data(run.config)
-    if data.digest != info.digest:
-        raise RunError(f"{run.folder}: the data set {info.name} has changed since this run was trained")
+    data = trained.open_data()
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = torch.device("cpu") if device is None else device
-    evaluation = evaluate_model(load_model(run).to(device), data.test.to(device), info)
-    write_json(run.folder / "evaluation.json", asdict(evaluation))
+    evaluation = evaluate_model(trained.model.to(device), data.test.to(device), trained.data)
+    if trained.run_folder is None:
+        return evaluation
+    write_json(trained.run_folder / "evaluation.json", asdict(evaluation))
     if not picture:
         return evaluation
     try:
         figure = confusion_figure(evaluation)
     except ModuleNotFoundError:
         return evaluation  # no matplotlib: the numbers are in the file
-    save_figure(figure, run.folder / "confusion.png")
+    save_figure(figure, trained.run_folder / "confusion.png")
     return evaluation
 
 

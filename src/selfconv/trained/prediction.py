@@ -1,4 +1,4 @@
-"""Classes and probabilities of image files, by the model of a run."""
+"""Classes and probabilities of image files, by a trained model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 
 from selfconv.data import IMAGE_SUFFIXES, DataError, Split, read_image
-from selfconv.train import Run
 from selfconv.trained.evaluation import logits
-from selfconv.trained.model import load_model
+from selfconv.trained.model import TrainedModel
 
 
 @dataclass(frozen=True)
@@ -51,16 +50,15 @@ def _images(folder: Path) -> list[Path]:
     )
 
 
-def predict(run: Run, images: Sequence[str | os.PathLike[str]]) -> list[Prediction]:
-    """What the model of a run takes each image for; images are prepared as those of a training folder are."""
-    files, info = image_files(images), run.data
-    model = load_model(run)
+def predict(trained: TrainedModel, images: Sequence[str | os.PathLike[str]]) -> list[Prediction]:
+    """The class and probabilities of each image; images are prepared as those of a training folder are."""
+    files, info = image_files(images), trained.data
     predictions = []
     for start in range(0, len(files), 1024):  # so that any number of files fits in memory
         chunk = files[start : start + 1024]
         pixels = torch.stack([read_image(file, info.size, info.in_channels) for file in chunk])
         split = Split(pixels, torch.zeros(len(chunk), dtype=torch.int64))
-        for file, p in zip(chunk, logits(model, split, info, lambda x: x).softmax(1), strict=True):
+        for file, p in zip(chunk, logits(trained.model, split, info, lambda x: x).softmax(1), strict=True):
             probabilities = dict(zip(info.class_names, p.tolist(), strict=True))
             label = info.class_names[int(p.argmax())]
             predictions.append(Prediction(str(file), label, probabilities[label], probabilities))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from selfconv.trained import Trained
+from selfconv.trained import TrainedModel
 from selfconv.visualize import figures
 from selfconv.visualize._draw import element_names
 from selfconv.visualize._equivariance import EquivarianceView, equivariance_view
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def write_figures(
-    trained: Trained,
+    trained: TrainedModel,
     out: Path,
     *,
     image: str | os.PathLike[str] | None = None,
@@ -51,7 +51,7 @@ def write_figures(
 
 
 def model_figures(
-    trained: Trained, pixels: Tensor, layer: str | None, pixel: Pixel | None, head: int | None
+    trained: TrainedModel, pixels: Tensor, layer: str | None, pixel: Pixel | None, head: int | None
 ) -> Iterator[tuple[str, Figure]]:
     """The pictures by name, for an image uint8 ``[C, h, w]``; without self convolution there is but one."""
     shown = pixels.float() / 255
@@ -99,7 +99,7 @@ def steepest(image: Tensor) -> Pixel:
     return place // width + margin, place % width + margin
 
 
-def predictions(trained: Trained, view: EquivarianceView) -> list[str]:
+def predictions(trained: TrainedModel, view: EquivarianceView) -> list[str]:
     """What a model takes each turned image for, and how sure it is."""
     probabilities = torch.stack(view.outputs).softmax(1)
     names = [name if len(name) <= 14 else f"{name[:13]}…" for name in trained.data.class_names]

@@ -1,4 +1,4 @@
-"""The model of a run as a file that others run: ONNX, or a ``torch.export`` program."""
+"""A trained model as a file that others run: ONNX, or a ``torch.export`` program."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from selfconv.models import export_onnx, export_program
-from selfconv.train import Run
-from selfconv.trained.model import load_model
+from selfconv.trained.model import TrainedModel
 
 WRITERS: dict[str, Callable[..., object]] = {".onnx": export_onnx, ".pt2": export_program}
 
@@ -32,8 +31,8 @@ class FromPixels(nn.Module):
         return self.model((x - self.mean) / self.std)
 
 
-def export_run(run: Run, path: str | os.PathLike[str]) -> tuple[int, int, int]:
-    """Writes a run's model to ``….onnx`` or ``….pt2``; returns the shape of an image that it takes.
+def export(trained: TrainedModel, path: str | os.PathLike[str]) -> tuple[int, int, int]:
+    """Writes a trained model to ``….onnx`` or ``….pt2``; returns the shape of an image that it takes.
 
     Input: images ``[N, C, h, w]``, float32 pixels in 0..1, any N. Output: logits ``[N, classes]``.
     Normalisation is part of the file.
@@ -45,8 +44,8 @@ def export_run(run: Run, path: str | os.PathLike[str]) -> tuple[int, int, int]:
         raise FileNotFoundError(f"{path}: no folder {str(path.parent)!r} to write to")
     if path.is_dir():
         raise IsADirectoryError(f"{path}: expected a file to write; got a folder")
-    info = run.data
-    model = FromPixels(load_model(run), info.mean, info.std)
+    info = trained.data
+    model = FromPixels(trained.model, info.mean, info.std)
     shape = (info.in_channels, info.size, info.size)
     partial = path.with_name(f".partial-{path.name}")  # writers go by the suffix
     try:

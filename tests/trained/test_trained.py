@@ -1,0 +1,93 @@
+"""One trained model, wherever it is: a run, a saved model, a shipped name; every command takes each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.tiny_runs import run_cli, tiny_config, tiny_data
+from PIL import Image
+
+from selfconv.explorer._study import Study
+from selfconv.models import ResNet, create_model
+from selfconv.train import RunError, train
+from selfconv.trained import open_trained
+
+PLACES = ["run", "run/model", "digits_asc"]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run, an image of a digit, and a model that was saved by itself."""
+    folder = tmp_path_factory.mktemp("work")
+    train(tiny_config(tiny_data(folder), "resnet29_asc", epochs=1), folder / "run", quiet=True)
+    Image.new("L", (16, 16), 128).save(folder / "image.png")
+    create_model("resnet29_asc", depth=11, in_channels=1).save_pretrained(folder / "bare")
+    return folder
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_every_command_takes_it(
+    place: str,
+    work: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(work)
+    assert run_cli("evaluate", place, "--json") == 0
+    accuracy = json.loads(capsys.readouterr().out.splitlines()[-1])["accuracy"]
+    record = open_trained(place).record
+    assert record is not None
+    assert accuracy == pytest.approx(record["test_accuracy"])
+    assert run_cli("predict", place, "image.png") == 0
+    assert run_cli("export", place, "--to", tmp_path / "model.pt2") == 0
+    assert run_cli("audit", place, "--size", "16") == 0
+    assert run_cli("figures", place, "--image", "image.png", "--out", tmp_path / "figures") == 0
+    assert len(list((tmp_path / "figures").glob("*.png"))) == 5
+    assert Study.open(place).models[0].name == Path(place).name
+
+
+def test_results_are_kept_in_the_folder_of_a_run_alone(work: Path) -> None:
+    assert {path.name for path in (work / "run" / "model").iterdir()} == {
+        "README.md", "config.json", "model.safetensors", "record.json"
+    }  # fmt: skip
+    assert open_trained(work / "run").run_folder == work / "run"
+    assert open_trained(work / "run" / "model").run_folder is None
+    assert open_trained("digits_asc").run_folder is None
+
+
+def test_a_run_and_its_model_folder_are_the_same_model(work: Path) -> None:
+    run, saved = open_trained(work / "run"), open_trained(work / "run" / "model")
+    assert (run.data, run.config, run.record) == (saved.data, saved.config, saved.record)
+    x = torch.randn(2, 1, 16, 16)
+    assert torch.equal(run.model(x), saved.model(x))
+
+
+def test_a_model_that_was_saved_by_itself(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its architecture can be audited; what it was trained on is not known, and it says so in a line."""
+    trained = open_trained(work / "bare")
+    assert isinstance(trained.model, ResNet)
+    assert not trained.model.training
+    assert run_cli("audit", work / "bare", "--size", "16") == 0
+    capsys.readouterr()
+    for command in (["evaluate"], ["predict", str(work / "image.png")], ["export", "--to", "a.onnx"]):
+        assert run_cli(command[0], work / "bare", *command[1:]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("selfconv: bare: a saved model without record.json")
+        assert said.count("\n") == 1
+
+
+def test_a_damaged_record(work: Path, tmp_path: Path) -> None:
+    create_model("resnet29_asc", depth=11, in_channels=1).save_pretrained(tmp_path)
+    for content in ("{", "[]", "{}", '{"data": {}, "config": {}}', '{"data": 3, "config": {}}'):
+        (tmp_path / "record.json").write_text(content)
+        with pytest.raises(RunError, match=r"record.json: expected the record of a run; got something else"):
+            open_trained(tmp_path)
+
+
+def test_options_that_a_trained_model_does_not_have(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli("audit", work / "run", "--downsample", "pool") == 2
+    assert "--downsample needs the name of a model" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from tyro.conf import OmitArgPrefixes, Positional, arg
@@ -34,6 +34,9 @@ from selfconv.train import (
     RunStopped,
     is_out_of_memory,
 )
+
+if TYPE_CHECKING:
+    from selfconv.study import Plan, ProcessEngine
 
 BENCH, BUDGET = BenchOptions(), Budget()
 TRAINED_HELP = (
@@ -216,6 +219,7 @@ def reproduce(
     budget: Budget = BUDGET,
     *,
     out: Path | None = None,
+    jobs: int | None = None,
     engine: Literal["local", "ray"] = "local",
     address: str | None = None,
     cpus: int | None = None,
@@ -230,33 +234,47 @@ def reproduce(
     Args:
         plan: Name of the plan.
         out: Folder for the runs and the report; by default runs/PLAN.
-        engine: local: one run after another, here; ray: as many at a time as there are processors.
+        jobs: Runs at a time, each a process with its share of the cores. By default one for each core, as
+            far as there are 4 GB of memory for each (1 GB on digits): small networks gain little from a
+            second thread, and one thread is not stalled by other work. With a GPU, one: they would share it.
+        engine: local: here; ray: on a Ray cluster, as many at a time as it has processors.
         address: Of a Ray cluster, such as auto; by default Ray is started on this machine.
         cpus: Processors for each run, with ray; by default 1.
         gpus: GPUs for each run, with ray; by default none.
         dry_run: Print the plan with an estimate of the time it takes, and do nothing.
     """
-    from selfconv.study import LocalEngine, RayEngine, make_plan
+    from selfconv.study import Engine as PlanEngine
+    from selfconv.study import RayEngine, make_plan
     from selfconv.study import reproduce as reproduce_plan
 
     made = make_plan(plan, budget)
-    where: LocalEngine | RayEngine = LocalEngine()
     placed = {"address": address, "cpus": cpus, "gpus": gpus}
     placed = {name: value for name, value in placed.items() if value is not None}
+    where: PlanEngine
     if engine == "ray":
+        if jobs is not None:
+            raise ValueError("--jobs needs --engine local; got --engine ray, which places runs by --cpus")
         require("ray")
         where = RayEngine(**placed)  # type: ignore[arg-type]
     elif placed:
         raise ValueError(f"--{next(iter(placed))} needs --engine ray; got --engine local")
-    options = {**asdict(budget), "out": out} | ({"engine": engine, **placed} if engine == "ray" else {})
-    defaults = asdict(BUDGET)
+    else:
+        where = _processes(jobs, made)
+    options = {**asdict(budget), "out": out, "jobs": jobs, "engine": engine, **placed}
+    defaults = {**asdict(BUDGET), "engine": "local"}
     command = _command("reproduce", plan, {k: v for k, v in options.items() if v != defaults.get(k)})
     reproduce_plan(
         made, out if out is not None else Path("runs") / plan, where, command=command, dry_run=dry_run
     )
 
 
-def demo(*, out: Path = Path("out/demo"), seeds: int | None = None, epochs: int | None = None) -> None:
+def demo(
+    *,
+    out: Path = Path("out/demo"),
+    seeds: int | None = None,
+    epochs: int | None = None,
+    jobs: int | None = None,
+) -> None:
     """Train small versions of the paper's networks on digits, and compare them: a table and a report.
 
     Takes a few minutes on a CPU, and no network. A second time it shows what it has.
@@ -265,14 +283,21 @@ def demo(*, out: Path = Path("out/demo"), seeds: int | None = None, epochs: int 
         out: Folder for the runs and the report.
         seeds: Runs of each network; by default 3.
         epochs: Of each run; by default 6.
+        jobs: Runs at a time, each a process with its share of the cores; by default as in `reproduce`.
     """
-    from selfconv.study import LocalEngine, make_plan
+    from selfconv.study import make_plan
     from selfconv.study import reproduce as reproduce_plan
 
-    given = {"seeds": seeds, "epochs": epochs, "out": None if out == Path("out/demo") else out}
+    given = {"seeds": seeds, "epochs": epochs, "jobs": jobs, "out": None if out == Path("out/demo") else out}
     command = _command("demo", {name: value for name, value in given.items() if value is not None})
     plan = make_plan("demo", Budget(seeds=seeds, epochs=epochs))
-    reproduce_plan(plan, out, LocalEngine(), command=command)
+    reproduce_plan(plan, out, _processes(jobs, plan), command=command)
+
+
+def _processes(jobs: int | None, plan: Plan) -> ProcessEngine:
+    from selfconv.study import ProcessEngine, default_jobs
+
+    return ProcessEngine(default_jobs(plan) if jobs is None else jobs)
 
 
 def _command(*parts: str | Mapping[str, object]) -> str:

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 import ray
 from ray.cluster_utils import Cluster
 
-from selfconv.study import LocalEngine, Plan, PlanFailed, RayEngine, Trial, reproduce, sweep
+from selfconv.study import InProcessEngine, Plan, PlanFailed, RayEngine, Trial, reproduce, sweep
 from selfconv.study.board import read_result, results_table
 from selfconv.train import Interrupted
 
@@ -97,7 +98,7 @@ def test_a_node_dies_and_the_table_is_the_local_one(
 ) -> None:
     assert torch.get_num_threads() == 1  # as many as a trial's cpus: then the bits are the same, too
     made = plan(data, epochs=60)  # seconds more than a node takes to die on a busy machine
-    reproduce(made, tmp_path / "local", LocalEngine(), command="again")
+    reproduce(made, tmp_path / "local", InProcessEngine(), command="again")
     second = add_node(cluster)
     cluster.wait_for_nodes()
     out, shares = tmp_path / "ray", {trial.folder: [0.0] for trial in made.trials}
@@ -115,8 +116,8 @@ def test_a_node_dies_and_the_table_is_the_local_one(
     reproduce(made, out, RayEngine(), command="again")
     killer.join()
     assert sorted(starts(out, trial) for trial in made.trials) == [1, 2]
-    for seen in shares.values():
-        assert seen == sorted(seen)  # nobody began again from nothing
+    for seen in shares.values():  # killed before it saves an epoch that it has told of, a run goes back by it
+        assert max(before - after for before, after in pairwise(seen)) < 1.5 / 60
     assert table(made, out) == table(made, tmp_path / "local")
     for trial in made.trials:
         assert same_weights(out / trial.folder, tmp_path / "local" / trial.folder)

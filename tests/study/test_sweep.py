@@ -16,16 +16,20 @@ from typing import Any
 import pytest
 from filelock import FileLock
 from helpers.tiny_runs import command, environment, run_cli, same_weights, tiny_config, tiny_data
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from selfconv._text import shown_time
 from selfconv.models import ResNetConfig
 from selfconv.models.registry import MODELS
-from selfconv.study import Budget, LocalEngine, Plan, PlanFailed, Trial, make_plan, reproduce, sweep
+from selfconv.study import Budget, InProcessEngine, Plan, PlanFailed, Trial, make_plan, reproduce, sweep
 from selfconv.study import board as _board
 from selfconv.study.board import Board, results_table
+from selfconv.study.estimate import side_by_side
 from selfconv.study.plans import OUTLINES
 from selfconv.train import Interrupted, Run, paper_recipe, train
+from selfconv.train.runs import save_model
 
 SMALL = ["--epochs", "1", "--seeds", "1", "--models", "resnet29*asc"]
 
@@ -178,10 +182,10 @@ def test_a_plan_from_nothing_to_its_report(data: Path, tmp_path: Path, capfd: An
 
 @pytest.mark.usefixtures("no_report")
 def test_more_seeds_are_added_to_what_is_there(data: Path, tmp_path: Path) -> None:
-    reproduce(tiny_plan(data, 1, epochs=1), tmp_path, LocalEngine(), command="again")
+    reproduce(tiny_plan(data, 1, epochs=1), tmp_path, InProcessEngine(), command="again")
     first = (tmp_path / "resnet29-widths=8,8,8-depth=11/seed-0/record.json").stat().st_mtime_ns
     plan = tiny_plan(data, 2, epochs=1)
-    reproduce(plan, tmp_path, LocalEngine(), command="again")
+    reproduce(plan, tmp_path, InProcessEngine(), command="again")
     assert all(sweep.finished(tmp_path / trial.folder) for trial in plan.trials)
     assert (tmp_path / plan.trials[0].folder / "record.json").stat().st_mtime_ns == first
 
@@ -203,17 +207,36 @@ def test_interrupted_and_continued_it_ends_with_the_same_bits(
     with monkeypatch.context() as patched:
         patched.setattr(Board, "step", interrupting)
         with pytest.raises(Interrupted, match="1 of 2 runs are done; go on with: selfconv again") as stopped:
-            reproduce(plan, tmp_path / "a", LocalEngine(), command="selfconv again")
+            reproduce(plan, tmp_path / "a", InProcessEngine(), command="selfconv again")
     assert stopped.value.code == 128 + signal.SIGTERM
     halfway = Run.open(tmp_path / "a" / plan.trials[1].folder)
     assert len(list(halfway.checkpoints.iterdir())) == 2
     assert not halfway.finished
     shares: list[float] = []
     monkeypatch.setattr(Board, "step", lambda board, trial, share, text: shares.append(share))
-    reproduce(plan, tmp_path / "a", LocalEngine(), command="selfconv again")
+    reproduce(plan, tmp_path / "a", InProcessEngine(), command="selfconv again")
     assert min(shares) > sent[0]  # from the checkpoint
     train(plan.trials[1].config, tmp_path / "b", quiet=True)
     assert same_weights(tmp_path / "a" / plan.trials[1].folder, tmp_path / "b")
+
+
+@pytest.mark.usefixtures("no_report")
+def test_a_signal_while_a_run_is_being_finished(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is finished, since there is nothing to save, and no other begins."""
+    plan = tiny_plan(data, 1, epochs=1)
+
+    def saving(run: Run, model: Any, record: dict[str, Any]) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        save_model(run, model, record)
+
+    monkeypatch.setattr("selfconv.train.training.save_model", saving)
+    with pytest.raises(Interrupted, match="0 of 2 runs are done") as stopped:
+        reproduce(plan, tmp_path, InProcessEngine(), command="again")
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert Run.open(tmp_path / plan.trials[0].folder).finished
+    assert not (tmp_path / plan.trials[1].folder).exists()
 
 
 @pytest.mark.usefixtures("no_report")
@@ -231,7 +254,7 @@ def test_failures_stop_nothing_else(
 
     monkeypatch.setattr("selfconv.train.training.train", scarce)
     with pytest.raises(PlanFailed, match=r"2 of 4 runs failed: .*seed-0: the loss is nan.*; .*MemoryError"):
-        reproduce(plan, tmp_path, LocalEngine(), command="again")
+        reproduce(plan, tmp_path, InProcessEngine(), command="again")
     assert "failed: the loss is nan" in capfd.readouterr().out
     reasons = [tmp_path / trial.folder / "failed.json" for trial in plan.trials]
     assert [path.is_file() for path in reasons] == [True, False, True, False]
@@ -240,7 +263,7 @@ def test_failures_stop_nothing_else(
     monkeypatch.undo()
     monkeypatch.setattr(sweep, "_report", lambda plan, out: [])
     with pytest.raises(PlanFailed, match="1 of 4 runs failed"):  # memory came back, and is used
-        reproduce(plan, tmp_path, LocalEngine(), command="again")
+        reproduce(plan, tmp_path, InProcessEngine(), command="again")
     assert [path.is_file() for path in reasons] == [True, False, False, False]
 
 
@@ -253,7 +276,7 @@ def test_a_run_that_another_process_writes_to(data: Path, tmp_path: Path) -> Non
         FileLock(folder / ".lock"),
         pytest.raises(PlanFailed, match=r"1 of 2 runs failed: .* another process is writing to this run"),
     ):
-        reproduce(plan, tmp_path, LocalEngine(), command="again")
+        reproduce(plan, tmp_path, InProcessEngine(), command="again")
     assert sweep.finished(tmp_path / plan.trials[1].folder)
     assert not (folder / "failed.json").exists()  # the folder is the other's
 
@@ -317,6 +340,9 @@ def check_one_line(capfd: pytest.CaptureFixture[str], message: str) -> None:
         (["demo", "--models", "vgg*"], "no network of the plan 'demo' matches 'vgg*'; it has resnet29,"),
         (["demo", "--data", "nowhere"], "got 'nowhere': no such file or folder"),
         (["demo", "--data", "flat.npz"], "4×4 or more; got shape [1, 1, 2, 2]"),
+        (["demo", "--jobs", "0"], "jobs: expected an integer ≥ 1; got 0"),
+        (["demo", "--jobs", "two"], "--jobs"),
+        (["demo", "--jobs", "2", "--engine", "ray"], "--jobs needs --engine local; got --engine ray"),
         (["demo", "--engine", "slurm"], "--engine"),
         (["demo", "--address", "auto"], "--address needs --engine ray"),
         (["demo", "--cpus", "2"], "--cpus needs --engine ray"),
@@ -349,24 +375,24 @@ def test_bad_options_of_the_demo(tmp_path: Path, capfd: Any) -> None:
 @pytest.mark.usefixtures("no_report")
 def test_other_options_data_and_plans_are_refused(data: Path, tmp_path: Path) -> None:
     plan, out = tiny_plan(data, 1, epochs=1), tmp_path / "out"
-    reproduce(plan, out, LocalEngine(), command="again")
+    reproduce(plan, out, InProcessEngine(), command="again")
     before = files(out)
     with pytest.raises(
         ValueError, match=r"was run with other options: recipe.epochs: 2, not 1; give them ag"
     ):
-        reproduce(tiny_plan(data, 1, epochs=2), out, LocalEngine(), command="again")
+        reproduce(tiny_plan(data, 1, epochs=2), out, InProcessEngine(), command="again")
     with pytest.raises(ValueError, match="holds the plan 'tiny'; give another --out"):
-        reproduce(replace(plan, name="other"), out, LocalEngine(), command="again")
+        reproduce(replace(plan, name="other"), out, InProcessEngine(), command="again")
     own = tmp_path / "tiny.npz"
     own.write_bytes(data.read_bytes())
     plan = tiny_plan(own, 1, epochs=1)
-    reproduce(plan, tmp_path / "own", LocalEngine(), command="again")
+    reproduce(plan, tmp_path / "own", InProcessEngine(), command="again")
     import numpy as np
 
     arrays = dict(np.load(own))
     np.savez(own, **arrays | {"x_test": 255 - arrays["x_test"]})
     with pytest.raises(ValueError, match="the data set tiny has changed since"):
-        reproduce(plan, tmp_path / "own", LocalEngine(), command="again")
+        reproduce(plan, tmp_path / "own", InProcessEngine(), command="again")
     assert files(out) == before
 
 
@@ -385,16 +411,44 @@ def test_ray_that_is_missing_is_named(
 
 def test_a_dry_run_estimates_and_writes_nothing(data: Path, tmp_path: Path, capfd: Any) -> None:
     out = tmp_path / "out"
-    assert run_cli("reproduce", "demo", "--data", data, "--out", out, "--dry-run", *SMALL) == 0
-    printed = " ".join(capfd.readouterr().out.split())
-    for text in (
-        "ResNet11+Simple_ASC",
-        "resnet29_asc-widths=8,16,32",
-        "a run takes",
-        "for 2 runs, one after",
-    ):
-        assert text in printed
+    arguments = ["reproduce", "demo", "--data", str(data), "--out", str(out), "--dry-run", *SMALL]
+    for jobs, expected in ((1, "one after another on this"), (2, "2 at a time on this machine with 1")):
+        assert run_cli(*arguments, "--jobs", str(jobs)) == 0
+        printed = " ".join(capfd.readouterr().out.split())
+        for text in ("ResNet11+Simple_ASC", "resnet29_asc-widths=8,16,32", "a run takes"):
+            assert text in printed
+        assert f"for 2 runs, {expected}" in printed
     assert not out.exists()
+
+
+def test_a_dry_run_downloads_nothing(tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it needs of data that are not there is known: how many images, and how large."""
+
+    def refuse(*args: object, **options: object) -> None:
+        raise AssertionError("a download")
+
+    monkeypatch.setattr("selfconv.data.cifar.download", refuse)
+    monkeypatch.setenv("SELFCONV_DATA", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--models", "resnet29", "--subset", "5000", "--jobs", "2", "--dry-run"]
+    assert run_cli("reproduce", "cifar10", *arguments) == 0
+    printed = capfd.readouterr()
+    assert printed.err == ""
+    for text in (
+        "cifar10: 5000 images to train, 5000 to validate, 10000 to test; 32×32, colour, 10 classes",
+        "not here yet, a run downloads https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz (170 MB)",
+        "for 8 runs, 2 at a time",
+    ):
+        assert text in printed.out
+    assert list(tmp_path.iterdir()) == []
+
+
+@given(st.lists(st.floats(0.1, 10), max_size=12), st.integers(1, 5))
+def test_side_by_side_takes_no_longer_than_it_must(seconds: list[float], jobs: int) -> None:
+    together = side_by_side(seconds, jobs)
+    assert together >= max([sum(seconds) / jobs, *seconds]) - 1e-9
+    assert together <= sum(seconds) / jobs + max([0.0, *seconds]) + 1e-9
+    assert side_by_side(seconds, 1) == pytest.approx(sum(seconds))
 
 
 @pytest.mark.usefixtures("no_report")

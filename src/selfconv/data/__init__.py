@@ -9,7 +9,8 @@
 """
 
 from selfconv.data.batches import Augment, Batches, Rotation, normalise
-from selfconv.data.dataset import DataError, Dataset, Split, fit
+from selfconv.data.cifar import imitation
+from selfconv.data.dataset import DataError, Dataset, MissingDataError, Split, fit
 from selfconv.data.images import IMAGE_SUFFIXES, read_image, require_pillow
 from selfconv.data.info import DataInfo
 from selfconv.data.load import load_data
@@ -21,9 +22,11 @@ __all__ = [
     "DataError",
     "DataInfo",
     "Dataset",
+    "MissingDataError",
     "Rotation",
     "Split",
     "fit",
+    "imitation",
     "load_data",
     "normalise",
     "read_image",

@@ -5,14 +5,14 @@ from __future__ import annotations
 import gzip
 import tarfile
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from selfconv.data.dataset import DataError, Dataset, Images, build
+from selfconv.data.dataset import DataError, Dataset, Images, MissingDataError, build
 from selfconv.data.download import check, download
 from selfconv.data.unpickle import read_pickle
 
@@ -85,11 +85,26 @@ def load_cifar(
     return build(name, arrays, names, image_size=image_size, seed=seed, validation=validation)
 
 
+def imitation(name: str, *, image_size: int | None, seed: int, validation: float) -> Dataset:
+    """Random images, as many and as large as those of an archive: for measuring. It has no digest."""
+    options: Any = {"image_size": image_size, "seed": seed, "validation": validation}
+    classes = {"cifar10": 10, "cifar100": 100}[name]
+    random = np.random.default_rng(0)
+    arrays = {
+        part: (random.integers(0, 256, (count, 32, 32, 3), np.uint8), np.arange(count) % classes)
+        for part, count in (("train", 50_000), ("test", 10_000))
+    }
+    return replace(build(name, arrays, **options), digest="")
+
+
 def _fetch(name: str, archive: Archive, cache: Path, may_download: bool) -> Path:
     path = cache / archive.file
     if not path.exists():
         if not may_download:
-            raise DataError(f"{name}: expected {path}, or leave to download {archive.url}; got neither")
+            raise MissingDataError(
+                f"{name}: expected {path}, or leave to download {archive.url}; got neither",
+                f"{archive.url} ({archive.size / 1e6:.0f} MB)",
+            )
         download(archive.url, path, size=archive.size, md5=archive.md5)
     elif wrong := check(path, archive.md5):
         raise DataError(f"{path}: damaged or another file ({wrong}); remove it to download it anew")

@@ -27,6 +27,14 @@ class DataError(ValueError):
         super().__init__(shown(message))
 
 
+class MissingDataError(DataError):
+    """Data that would have to be downloaded first; ``source`` says from where, and how much that is."""
+
+    def __init__(self, message: str, source: str) -> None:
+        super().__init__(message)
+        self.source = source
+
+
 @dataclass(frozen=True, eq=False)
 class Split:
     """Images uint8 ``[N, C, H, W]``, stored channels_last, and their labels int64 ``[N]``."""

@@ -94,14 +94,17 @@ def _shown(sample: Sample) -> str:
 class _Running:
     trial: Trial
     began: float
-    first: float  # share that was done when it was first heard of
-    share: float
-    text: str
+    first: float | None = None  # share that was done when it was first heard of
+    share: float = 0.0
+    text: str = "starting"
     told: float = field(default_factory=time.monotonic)  # when a plain line was last printed
 
 
 class Board:
-    """Follows trials by what an engine tells: ``step`` while they run, ``end`` when they have ended."""
+    """Follows trials by what an engine tells: that one begins, how it goes, and how it has ended.
+
+    ``failures`` says why some failed, by folder.
+    """
 
     def __init__(self, plan: Plan, out: Path, pending: Sequence[Trial], console: Console) -> None:
         self._plan, self._out, self._console = plan, out, console
@@ -113,6 +116,7 @@ class Board:
             if (result := self._results[trial.folder]) is not None:
                 self._took.setdefault(trial.line, []).append(result.seconds)
         self._ended = len(plan.trials) - len(pending)
+        self.failures: dict[str, str] = {}
         self._live: Any = None
 
     def __enter__(self) -> Board:
@@ -129,13 +133,23 @@ class Board:
         if self._live is not None:
             self._live.stop()
 
+    def say(self, text: str) -> None:
+        """A line, above the table."""
+        self._console.print(text, soft_wrap=True, markup=False)
+
+    def begin(self, trial: Trial) -> None:
+        """A trial begins, or begins anew from its last checkpoint."""
+        self._waiting.pop(trial.folder, None)
+        self._running[trial.folder] = _Running(trial, time.monotonic())
+
     def step(self, trial: Trial, share: float, text: str) -> None:
         """A trial has come so far, and this is how it goes."""
         now = time.monotonic()
-        running = self._running.get(trial.folder)
-        if running is None:
-            self._waiting.pop(trial.folder, None)
-            running = self._running[trial.folder] = _Running(trial, now, share, share, text)
+        if trial.folder not in self._running:
+            self.begin(trial)
+        running = self._running[trial.folder]
+        if running.first is None:
+            running.began, running.first = now, share
         running.share, running.text = share, text
         if self._live is None and now - running.told > QUIET:
             running.told = now
@@ -148,11 +162,13 @@ class Board:
         self._ended += 1
         place = f"{self._ended}/{len(self._plan.trials)} {trial}"
         if failure is not None:
-            self._console.print(f"{place}: failed: {failure}", soft_wrap=True)
+            self.failures[trial.folder] = failure
+            self.say(f"{place}: failed: {failure}")
             return
         result = self._results[trial.folder] = read_result(self._out / trial.folder)
         assert result is not None
-        took = result.seconds if running is None or running.first > 0.1 else time.monotonic() - running.began
+        whole = running is not None and running.first is not None and running.first <= 0.1
+        took = time.monotonic() - running.began if whole and running is not None else result.seconds
         self._took.setdefault(trial.line, []).append(took)
         if self._live is None:
             self._console.print(
@@ -162,11 +178,11 @@ class Board:
 
     def _left(self) -> str:
         """How long the rest may take: from how long like runs took, or else from all of them."""
-        known = [seconds for times in self._took.values() for seconds in times]
+        known = [seconds for times in list(self._took.values()) for seconds in times]
         now, rest = time.monotonic(), 0.0
-        expected = []
-        for running in self._running.values():
-            done = running.share - running.first
+        expected, runs = [], list(self._running.values())  # the table is drawn by a thread of its own
+        for running in runs:
+            done = 0.0 if running.first is None else running.share - running.first
             own = self._took.get(running.trial.line)
             if done > 0.05:
                 whole = (now - running.began) / done
@@ -176,12 +192,12 @@ class Board:
                 return "time left not known yet"
             expected.append(whole)
             rest += whole * (1 - running.share)
-        for trial in self._waiting.values():
+        for trial in list(self._waiting.values()):
             times = self._took.get(trial.line) or known or expected
             if not times:
                 return "time left not known yet"
             rest += fmean(times)
-        return f"{shown_time(rest / max(1, len(self._running)))} left"
+        return f"{shown_time(rest / max(1, len(runs)))} left"
 
     def _render(self) -> Group:
         from rich.console import Group
@@ -189,11 +205,12 @@ class Board:
         from rich.table import Table
 
         lines = Table.grid(padding=(0, 1))
-        for running in self._running.values():
+        runs = list(self._running.values())
+        for running in runs:
             bar = ProgressBar(total=1, completed=running.share, width=20)
             lines.add_row(str(running.trial), bar, running.text)
         total = len(self._plan.trials)
-        done = self._ended + sum(running.share for running in self._running.values())
+        done = self._ended + sum(running.share for running in runs)
         lines.add_row(
             f"{self._ended} of {total} runs", ProgressBar(total=total, completed=done, width=20), self._left()
         )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -53,20 +55,38 @@ def _median_seconds(call: object) -> float:
     return median(times)
 
 
-def plan_table(plan: Plan, pending: Sequence[Trial], data: Dataset) -> Table:
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def side_by_side(seconds: Sequence[float], jobs: int) -> float:
+    """How long runs take in all if ``jobs`` run at a time, the next beginning when one ends."""
+    ends = [0.0] * jobs
+    for each in seconds:
+        heapq.heapreplace(ends, ends[0] + each)
+    return max(ends)
+
+
+def plan_table(plan: Plan, pending: Sequence[Trial], data: Dataset, jobs: int, threads: int) -> Table:
     """The plan, line by line, with what is left of it and how long that may take here."""
     from rich.table import Table
 
     table = Table("network", "folder", title=f"Plan {plan.name}", title_justify="left")
     for heading in ("epochs", "runs", "to do", "a run takes", "all to do"):
         table.add_column(heading, justify="right")
-    total = 0.0
+    known: dict[tuple[str, str], float] = {}
     several = len({group for group, _ in plan.lines}) > 1
     for (group, label), trials in plan.lines.items():
         config = trials[0].config
         left = sum(trial in pending for trial in trials)
-        seconds = run_seconds(config, data)
-        total += left * seconds
+        with _threads(threads):
+            seconds = known[group, label] = run_seconds(config, data)
         table.add_row(
             f"{group}, {label}" if several else label,
             trials[0].folder.partition("/")[0],
@@ -76,9 +96,12 @@ def plan_table(plan: Plan, pending: Sequence[Trial], data: Dataset) -> Table:
             shown_time(seconds),
             shown_time(left * seconds),
         )
+    total = side_by_side([known[trial.line] for trial in pending], jobs)
     table.caption = (
-        f"About {shown_time(total)} for {len(pending)} runs, one after another on this machine with "
-        f"{count(torch.get_num_threads(), 'thread')}; from {STEPS} steps of each network"
+        f"About {shown_time(total)} for {count(len(pending), 'run')}, "
+        f"{'one after another' if jobs == 1 else f'{jobs} at a time'} on this machine with "
+        f"{count(threads, 'thread')}{' each' * (jobs > 1)}; from {STEPS} steps of each network"
+        f"{', which ran alone' * (jobs > 1)}"
     )
     table.caption_justify = "left"
     return table

@@ -15,11 +15,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from selfconv._files import write_json
 from selfconv._text import one_line
 from selfconv.study.board import Board
 from selfconv.study.plans import Trial
-from selfconv.study.sweep import FAILED, attempt, finished
+from selfconv.study.sweep import attempt, outcome_without_word
 from selfconv.train import Interrupted, RunConfig, StopSignals
 
 RETRIES = 5  # of a trial whose worker or node died
@@ -40,7 +39,8 @@ class RayEngine:
             raise ValueError(f"cpus: expected an integer ≥ 1; got {cpus}")
         if not 0 <= gpus < float("inf"):
             raise ValueError(f"gpus: expected a number ≥ 0; got {gpus}")
-        self.address, self.cpus, self.gpus = address, cpus, gpus
+        self.address, self.threads, self.gpus = address, cpus, gpus
+        self.jobs = 1  # at least: how many fit side by side is known once the cluster is
         self._connection = ExitStack()
 
     def __enter__(self) -> RayEngine:
@@ -50,35 +50,27 @@ class RayEngine:
     def __exit__(self, *_: object) -> None:
         self._connection.close()
 
-    def run(self, trials: Sequence[Trial], out: Path, board: Board) -> dict[str, str]:
+    def run(self, trials: Sequence[Trial], out: Path, board: Board, stop: StopSignals) -> None:
         ray = self._ray
-        with StopSignals() as stop:
-            task = ray.remote(
-                num_cpus=self.cpus, num_gpus=self.gpus, max_retries=RETRIES, retry_exceptions=[Interrupted]
-            )(_task)
-            where = out.resolve()
-            waiting = {
-                task.options(name=trial.folder).remote(
-                    trial.config.to_json(), str(where / trial.folder), os.getcwd(), self.cpus
-                ): trial
-                for trial in trials
-            }
-            followed = {trial.folder: _Followed(trial, where / trial.folder) for trial in trials}
-            failures: dict[str, str] = {}
-            while waiting:
-                done, _ = ray.wait(list(waiting), timeout=POLL)
-                for reference in done:
-                    trial = waiting.pop(reference)
-                    reason = _outcome(ray, reference, where / trial.folder)
-                    board.end(trial, reason)
-                    if reason is not None:
-                        failures[trial.folder] = reason
-                for trial in waiting.values():
-                    followed[trial.folder].tell(board)
-                if stop.number:
-                    _cancel(ray, list(waiting))
-                    raise Interrupted("stopped", stop.number)
-            return failures
+        task = ray.remote(
+            num_cpus=self.threads, num_gpus=self.gpus, max_retries=RETRIES, retry_exceptions=[Interrupted]
+        )(_task)
+        where = out.resolve()
+        waiting = {
+            task.options(name=trial.folder).remote(
+                trial.config.to_json(), str(where / trial.folder), os.getcwd(), self.threads
+            ): trial
+            for trial in trials
+        }
+        followed = {trial.folder: _Followed(trial, where / trial.folder) for trial in trials}
+        while waiting and not stop.number:
+            done, _ = ray.wait(list(waiting), timeout=POLL)
+            for reference in done:
+                trial = waiting.pop(reference)
+                board.end(trial, _outcome(ray, reference, where / trial.folder))
+            for trial in waiting.values():
+                followed[trial.folder].tell(board)
+        _cancel(ray, list(waiting))
 
 
 def _task(config: dict[str, Any], folder: str, cwd: str, threads: int) -> str | None:
@@ -88,7 +80,8 @@ def _task(config: dict[str, Any], folder: str, cwd: str, threads: int) -> str | 
     if Path(cwd).is_dir():  # data may have been given relative to it
         os.chdir(cwd)
     torch.set_num_threads(threads)
-    return attempt(RunConfig.from_json(config), Path(folder), patience=PATIENCE)
+    with StopSignals() as stop:
+        return attempt(RunConfig.from_json(config), Path(folder), None, stop, patience=PATIENCE)
 
 
 def _outcome(ray: Any, reference: Any, folder: Path) -> str | None:
@@ -96,17 +89,14 @@ def _outcome(ray: Any, reference: Any, folder: Path) -> str | None:
     try:
         return ray.get(reference)
     except ray.exceptions.RayError as error:
-        if finished(folder):  # died after its work was done
-            return None
         cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-        reason = f"{type(error).__name__}: {one_line(cause)}"
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / FAILED, {"error": reason})
-        return reason
+        return outcome_without_word(folder, f"{type(error).__name__}: {one_line(cause)}")
 
 
 def _cancel(ray: Any, references: list[Any]) -> None:
     """Lets running trials save themselves, and the others not begin."""
+    if not references:
+        return
     for reference in references:
         ray.cancel(reference, recursive=False)
     ray.wait(references, num_returns=len(references), timeout=PATIENCE)

@@ -30,6 +30,7 @@ from selfconv.train import (
     RunConfig,
     RunError,
     RunStopped,
+    StopSignals,
     Watch,
     differences,
     open_data,
@@ -48,30 +49,42 @@ class PlanFailed(RunStopped):
 class Engine(Protocol):
     """Where trials run. To be entered before."""
 
+    @property
+    def jobs(self) -> int:
+        """How many run at a time, for the estimate."""
+
+    @property
+    def threads(self) -> int:
+        """Of each trial, for the estimate."""
+
     def __enter__(self) -> Engine: ...
 
     def __exit__(self, *error: object) -> None: ...
 
-    def run(self, trials: Sequence[Trial], out: Path, board: Board) -> dict[str, str]:
-        """Runs them all; why some failed, by folder. Raises Interrupted once what was running is saved."""
+    def run(self, trials: Sequence[Trial], out: Path, board: Board, stop: StopSignals) -> None:
+        """Runs them all and tells the board. After a signal it ends as soon as what was running is saved."""
 
 
-class LocalEngine:
-    """One after another, in this process."""
+class InProcessEngine:
+    """One after another, in this process: for a debugger, and for what a script has changed in itself."""
 
-    def __enter__(self) -> LocalEngine:
+    jobs = 1
+
+    @property
+    def threads(self) -> int:
+        import torch
+
+        return torch.get_num_threads()
+
+    def __enter__(self) -> InProcessEngine:
         return self
 
     def __exit__(self, *error: object) -> None: ...
 
-    def run(self, trials: Sequence[Trial], out: Path, board: Board) -> dict[str, str]:
-        failures = {}
+    def run(self, trials: Sequence[Trial], out: Path, board: Board, stop: StopSignals) -> None:
         for trial in trials:
-            reason = attempt(trial.config, out / trial.folder, partial(board.step, trial))
-            board.end(trial, reason)
-            if reason is not None:
-                failures[trial.folder] = reason
-        return failures
+            board.begin(trial)
+            board.end(trial, attempt(trial.config, out / trial.folder, partial(board.step, trial), stop))
 
 
 def reproduce(plan: Plan, out: Path, engine: Engine, *, command: str, dry_run: bool = False) -> list[Path]:
@@ -93,17 +106,19 @@ def reproduce(plan: Plan, out: Path, engine: Engine, *, command: str, dry_run: b
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 120
-    data = open_data(plan.trials[0].config.replaced("data", subset=None))
+    config = plan.trials[0].config.replaced("data", subset=None)
+    data, lacking = open_or_imitate(config) if dry_run else (open_data(config), [])
     plan = plan.on(data.name, len(data.train), len(data.test))
     data = data if plan.data.subset is None else data.with_fewer(plan.data.subset, plan.data.split_seed)
     check(plan, out, data)
     pending = [trial for trial in plan.trials if not finished(out / trial.folder)]
     heading = f"{plan.title}: {_runs(len(plan.trials))}, {len(plan.trials) - len(pending)} of them done"
-    console.print("\n".join([heading, str(data), *(f"  reduced: {line}" for line in plan.reduced)]))
+    lines = [heading, str(data), *lacking, *(f"  reduced: {line}" for line in plan.reduced)]
+    console.print("\n".join(lines), markup=False, soft_wrap=True)
     if dry_run:
         from selfconv.study.estimate import plan_table
 
-        console.print(plan_table(plan, pending, data))
+        console.print(plan_table(plan, pending, data, engine.jobs, engine.threads))
         return []
 
     content = plan.to_json(data.name)
@@ -114,8 +129,11 @@ def reproduce(plan: Plan, out: Path, engine: Engine, *, command: str, dry_run: b
             out.mkdir(parents=True, exist_ok=True)
             write_json(out / PLAN, content)
             if pending:
-                with Board(plan, out, pending, console) as board:
-                    failures = engine.run(pending, out, board)
+                with StopSignals() as stop, Board(plan, out, pending, console) as board:
+                    engine.run(pending, out, board, stop)
+                if stop.number:
+                    raise Interrupted("stopped", stop.number)
+                failures = board.failures
     except (Interrupted, KeyboardInterrupt) as stop:
         done = sum(finished(out / trial.folder) for trial in plan.trials)
         raise Interrupted(
@@ -148,6 +166,24 @@ def _report(plan: Plan, out: Path) -> list[Path]:
         return write_report([out], out / REPORT)
 
 
+def open_or_imitate(config: RunConfig) -> tuple[Dataset, list[str]]:
+    """The data set of a run; if it would have to be downloaded, random images, and a line that says so."""
+    from selfconv.data import MissingDataError, imitation
+
+    try:
+        data = open_data(config, download=False)
+    except MissingDataError as missing:
+        options = config.data
+        data = imitation(
+            options.source,
+            image_size=options.image_size,
+            seed=options.split_seed,
+            validation=options.validation,
+        )
+        return data, [f"  not here yet, a run downloads {missing.source}: estimated on random images"]
+    return data, []
+
+
 def check(plan: Plan, out: Path, data: Dataset) -> None:
     """Raises ValueError if a network cannot take the images, or the folder holds something else."""
     from selfconv.train import build_model
@@ -170,7 +206,7 @@ def check(plan: Plan, out: Path, data: Dataset) -> None:
             raise RunError(
                 f"{run.folder}: was run with other options: {changed[0]}; give them again, or another --out"
             )
-        if (run.folder / "data.json").is_file() and run.data.digest != info.digest:
+        if info.digest and (run.folder / "data.json").is_file() and run.data.digest != info.digest:
             raise RunError(f"{run.folder}: the data set {info.name} has changed since; give another --out")
 
 
@@ -182,7 +218,7 @@ def finished(folder: Path) -> bool:
 
 
 def attempt(
-    config: RunConfig, folder: Path, watch: Watch | None = None, *, patience: float = 0.0
+    config: RunConfig, folder: Path, watch: Watch | None, stop: StopSignals, *, patience: float = 0.0
 ) -> str | None:
     """Trains and evaluates, from wherever the folder stands. Returns None, or why it failed in a line.
 
@@ -195,33 +231,44 @@ def attempt(
     until = time.monotonic() + patience
     while True:
         try:
-            run_trial(config, folder, watch)
+            run_trial(config, folder, watch, stop)
         except RunBusy as busy:
             if time.monotonic() > until:
                 return one_line(busy)  # its files are the other's
-            time.sleep(0.2)
+            with stop.at_once():
+                time.sleep(0.2)
         except (Interrupted, KeyboardInterrupt):
             raise
         except Exception as error:  # whatever it is, the other trials go on
             known = isinstance(error, ValueError | OSError | RunStopped)
             reason = one_line(error) if known else f"{type(error).__name__}: {one_line(error)}"
-            folder.mkdir(parents=True, exist_ok=True)
-            write_json(folder / FAILED, {"error": reason})
-            return reason
+            return _failed(folder, reason)
         else:
             return None
 
 
-def run_trial(config: RunConfig, folder: Path, watch: Watch | None = None) -> dict[str, Any]:
+def outcome_without_word(folder: Path, reason: str) -> str | None:
+    """What came of a trial whose process is gone: None if its work was done, or else the reason, noted."""
+    return None if finished(folder) else _failed(folder, reason)
+
+
+def _failed(folder: Path, reason: str) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / FAILED, {"error": reason})
+    return reason
+
+
+def run_trial(config: RunConfig, folder: Path, watch: Watch | None, stop: StopSignals) -> dict[str, Any]:
     """The record of a trial, made as far as it is missing."""
     from selfconv.train import train
     from selfconv.trained import evaluate, open_trained
 
     (folder / FAILED).unlink(missing_ok=True)
     with _without_size_warnings():
-        record = train(config, folder, resume=True, quiet=True, watch=watch)
+        record = train(config, folder, resume=True, quiet=True, watch=watch, stop=stop)
         if not (folder / "evaluation.json").is_file():
-            evaluate(open_trained(folder), picture=False)
+            with stop.at_once():
+                evaluate(open_trained(folder), picture=False)
     return record
 
 

@@ -86,14 +86,19 @@ def _read(path: Path) -> Any:
         raise RunError(str(error)) from None
 
 
-def open_data(config: RunConfig) -> Dataset:
-    """The data set of a run."""
+def open_data(config: RunConfig, *, download: bool = True) -> Dataset:
+    """The data set of a run.
+
+    Raises:
+        DataError: it cannot be used; MissingDataError if it is not there, and not to be downloaded.
+    """
     options = config.data
     data = load_data(
         options.source,
         image_size=options.image_size,
         seed=options.split_seed,
         validation=options.validation,
+        download=download,
     )
     return data if options.subset is None else data.with_fewer(options.subset, options.split_seed)
 

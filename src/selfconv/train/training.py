@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,7 @@ def train(
     resume: bool = False,
     quiet: bool = False,
     watch: Watch | None = None,
+    stop: StopSignals | None = None,
 ) -> dict[str, Any]:
     """Trains a network and returns the record of the run, whose folder is ``out``.
 
@@ -49,6 +50,7 @@ def train(
         resume: go on with the run in that folder, from its last checkpoint; begin it if there is none.
         quiet: print nothing.
         watch: called after each step with the share of the run that is done and a line on how it goes.
+        stop: signals that are being noted already; by default they are for as long as this takes.
 
     Raises:
         ValueError: the model, the data or the folder cannot be used; nothing has been written then.
@@ -70,7 +72,8 @@ def train(
             return record
         if checkpoint is not None:
             trainer.restore(checkpoint)
-        with StopSignals() as stop, Progress(total, visible=visible, watch=watch) as progress:
+        noted = StopSignals() if stop is None else nullcontext(stop)
+        with noted as stop, Progress(total, visible=visible, watch=watch) as progress:
             progress.say(f"{config.model.name}, {count_parameters(trainer.network):,} parameters; {data}")
             place = "" if checkpoint is None else f"from epoch {trainer.state.epoch + 1} on, "
             progress.say(f"{place}into {run.folder}")

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from helpers import ROOT
 from torch import Tensor, nn
 
@@ -146,6 +150,89 @@ def test_a_layer_in_two_places_stays_one() -> None:
     assert isinstance(network[3], AffineSelfConv2d)
 
 
+def test_a_layer_in_two_places_stays_one_if_one_place_is_named() -> None:
+    shared = nn.Conv2d(8, 8, 3, padding=1)
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), shared, nn.ReLU(), shared)
+    report = convert(network, where="3", num_heads=2)
+    assert list(report.replaced) == ["1", "3"]
+    assert network[1] is network[3]
+
+
+class DefinedBackwards(nn.Module):
+    """The stem is defined last, and runs first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Conv2d(8, 8, 3, padding=1)
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self.stem(x))
+
+
+def test_first_is_what_runs_first() -> None:
+    report = convert(DefinedBackwards(), num_heads=4, input_shape=(3, 8, 8))
+    assert list(report.replaced) == ["body"]
+    assert report.kept == {"stem": "it is the first convolution of the network"}
+    report = convert(DefinedBackwards(), num_heads=4)
+    assert list(report.replaced) == ["stem"]
+    assert report.kept["body"] == (
+        "it is the first convolution of the network by order of definition "
+        "(with input_shape, by order of execution)"
+    )
+
+
+def test_running_it_to_see_leaves_the_network_as_it_was() -> None:
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, padding=1)).train()
+    convert(network, num_heads=4, input_shape=(3, 8, 8))
+    assert network[1].num_batches_tracked == 0
+    assert network.training
+    assert not any(module._forward_pre_hooks for module in network.modules())
+
+
+class Functional(DefinedBackwards):
+    """Uses the weights of its convolution by hand, as no attention layer has them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.conv2d(self.stem(x), self.body.weight, padding=1)
+
+
+class Listed(DefinedBackwards):
+    """Holds its convolution in a list as well, which nobody told PyTorch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = [self.stem, self.body]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.order:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Functional, "AttributeError: 'AffineSelfConv2d' object has no attribute 'weight'"),
+        (Listed, "ValueError: it still calls the convolution that was body, which it holds elsewhere too"),
+    ],
+)
+def test_a_network_that_does_not_work_converted(kind: type[DefinedBackwards], reason: str) -> None:
+    network = kind()
+    body = network.body
+    with pytest.raises(ValueError, match=rf"image of shape \[3, 8, 8\], and was left as it was: {reason}$"):
+        convert(network, num_heads=4, input_shape=(3, 8, 8))
+    assert network.body is body
+
+
+@pytest.mark.parametrize("network", [nn.Sequential(), nn.Identity(), nn.ReLU(), nn.ModuleDict()])
+def test_an_empty_network(network: nn.Module) -> None:
+    shape = None if isinstance(network, nn.ModuleDict) else (3, 8, 8)
+    lines = str(convert(network, input_shape=shape)).splitlines()
+    assert lines[:2] == ["replaced 0 of 0 spatial convolutions", "parameters: 0 → 0"]
+    assert lines[2:] == ([] if shape is None else ["FLOPs: 0 → 0"])
+
+
 def test_our_own_baseline_becomes_our_own_model() -> None:
     for name in ("resnet29", "p4resnet29_se"):
         model = create_model(name)
@@ -197,6 +284,72 @@ def test_obstacles(name: str) -> None:
         convert(network, where=name, num_heads=4)
     assert "\n" not in str(error.value)
     assert network[name] is conv
+
+
+def _without_warning(adorn: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
+    def silent(conv: nn.Module) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # deprecated, and in use
+            adorn(conv)
+
+    return silent
+
+
+def _tagged(conv: nn.Conv2d) -> None:
+    conv.tag = "of the user's own"  # type: ignore[assignment]
+
+
+def _own_forward(conv: nn.Conv2d) -> None:
+    conv.forward = lambda x: -x  # type: ignore[method-assign, assignment]
+
+
+ADDITIONS: dict[str, tuple[Callable[[nn.Conv2d], Any], str]] = {
+    "forward hook": (lambda c: c.register_forward_hook(lambda *_: None), "forward hooks"),
+    "forward pre-hook": (lambda c: c.register_forward_pre_hook(lambda *_: None), "forward pre hooks"),
+    "backward hook": (lambda c: c.register_full_backward_hook(lambda *_: None), "backward hooks"),
+    "backward pre-hook": (
+        lambda c: c.register_full_backward_pre_hook(lambda *_: None),
+        "backward pre hooks",
+    ),
+    "saving": (lambda c: c.register_state_dict_post_hook(lambda *_: None), "state dict hooks"),
+    "loading": (lambda c: c.register_load_state_dict_pre_hook(lambda *_: None), "load state dict pre hooks"),
+    "gradient hook": (lambda c: c.weight.register_hook(lambda g: g), "hooks on its weight"),
+    "accumulated": (
+        lambda c: c.weight.register_post_accumulate_grad_hook(lambda p: None),
+        "hooks on its weight",
+    ),
+    "weight_norm": (_without_warning(nn.utils.weight_norm), "forward pre hooks"),
+    "spectral_norm": (nn.utils.spectral_norm, "forward pre hooks"),
+    "pruned": (lambda c: nn.utils.prune.l1_unstructured(c, "weight", 0.5), "forward pre hooks"),
+    "tagged": (_tagged, "an attribute of its own (tag)"),
+    "forward": (_own_forward, "an attribute of its own (forward)"),
+    "buffer": (lambda c: c.register_buffer("mask", torch.ones(3)), "an attribute of its own (mask)"),
+    "child": (lambda c: c.add_module("act", nn.ReLU()), "an attribute of its own (act)"),
+}
+
+
+@pytest.mark.parametrize("name", ADDITIONS)
+@pytest.mark.parametrize("kind", [nn.Conv2d, partial(GroupConv2d, group="p4")], ids=["planar", "group"])
+def test_what_was_added_to_a_convolution_is_not_lost(name: str, kind: Any) -> None:
+    adorn, what = ADDITIONS[name]
+    conv = kind(8, 8, 3, padding=1)
+    adorn(conv)
+    network = nn.ModuleDict({"stem": nn.Conv2d(3, 8, 3), "conv": conv})
+    report = convert(network, num_heads=4)
+    assert report.replaced == {}
+    assert report.kept["conv"] == f"it has {what}, which a new layer would not have"
+    with pytest.raises(ValueError, match=r"^conv \(.*\) cannot be replaced: it has"):
+        convert(network, where="conv", num_heads=4)
+    assert network["conv"] is conv
+
+
+def test_tied_weights_stay_tied() -> None:
+    network = nn.Sequential(*(nn.Conv2d(8, 8, 3, padding=1) for _ in range(4)))
+    network[3].weight = network[1].weight
+    report = convert(network, num_heads=4)
+    assert list(report.replaced) == ["2"]
+    assert report.kept["1"].startswith("it has a weight that another layer has too")
+    assert network[3].weight is network[1].weight
 
 
 def test_heads_of_sasa_need_two_halves() -> None:

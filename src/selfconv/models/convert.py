@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -10,7 +12,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from selfconv.models.flops import count_flops, count_parameters
+from selfconv.models.flops import count_flops, count_parameters, run_on_zeros
 from selfconv.nn import (
     AffineSelfConv2d,
     GroupConv2d,
@@ -53,7 +55,8 @@ def _one_line(module: nn.Module) -> str:
 
 def _change(what: str, counts: tuple[int, int]) -> str:
     before, after = counts
-    return f"{what}: {before:,} → {after:,} ({(after - before) / before:+.1%})"
+    share = f" ({(after - before) / before:+.1%})" if before else ""
+    return f"{what}: {before:,} → {after:,}{share}"
 
 
 def convert(
@@ -68,18 +71,23 @@ def convert(
 ) -> Conversion:
     """Replaces spatial convolutions of a network by affine self convolution, in place, and reports it.
 
-    The layers that come in have the channels, bias, device and dtype of those that go, and fresh weights:
-    the network has to be trained (again). Where a convolution had a stride, the attention is followed by an
-    average over stride×stride cells, so that every map keeps its size.
+    The layers that come in have the channels, bias, device and dtype of those that go, and fresh, trainable
+    weights: the network has to be trained (again). Where a convolution had a stride, the attention is
+    followed by an average over stride×stride cells, so that every map keeps its size. A convolution in
+    several places is replaced in all of them by one layer. A convolution that is more than its class says (a
+    subclass, parametrized, with hooks, with weights that another layer has too, with attributes of its own)
+    stays. After an error the model is as it was.
 
     Args:
         model: changed in place. Its ``nn.Conv2d`` and ``GroupConv2d`` layers with a kernel above 1×1 count.
         where: by default every such convolution that allows it but the first of the network (its stem,
-            which the paper keeps). Or names of layers, with wildcards (``"layer1.*"``), or a function of
+            which the paper keeps): the first that runs if an ``input_shape`` is given, otherwise the first
+            by order of definition. Or names of layers, with wildcards (``"layer1.*"``), or a function of
             name and layer; a layer that is named and does not allow it is an error.
         layer: ``"asc"``, ``"simple_asc"`` or ``"sasa"``.
         kernel_size, num_heads: of the new layers.
-        input_shape: of an image, such as ``(3, 224, 224)``, to count FLOPs before and after.
+        input_shape: of an image, such as ``(3, 224, 224)``: runs the network before and after, to find its
+            first convolution, to see that the new layers are used, and to count FLOPs.
         **options: any other argument of the new layer's class, such as ``psi``.
     """
     if layer not in LAYERS:
@@ -89,15 +97,18 @@ def convert(
     spatial = dict(_spatial_convolutions(model))
     chosen = None if where is None else _chosen(spatial, where)
     parameters = count_parameters(model)
-    flops = None if input_shape is None else count_flops(model, input_shape)
+    flops, calls = None, None
+    if input_shape is not None:
+        flops, calls = count_flops(model, input_shape), _calls(model, input_shape)
+    stem, order = _stem(model, calls)
+    owners = _parameter_owners(model)
     replaced, kept = {}, {}
     new: dict[nn.Module, nn.Module] = {}  # a convolution in two places is replaced by one layer
-    stem = next((m for m in model.modules() if isinstance(m, nn.Conv2d | GroupConv2d | LiftingConv2d)), None)
     for name, conv in spatial.items():
-        obstacle = "it is the whole model" if conv is model else _obstacle(conv, layer, num_heads)
+        obstacle = "it is the whole model" if conv is model else _obstacle(conv, layer, num_heads, owners)
         if chosen is None and conv is stem:
-            kept[name] = "it is the first convolution of the network"
-        elif chosen is not None and name not in chosen:
+            kept[name] = f"it is the first convolution of the network{order}"
+        elif chosen is not None and conv not in chosen:
             kept[name] = "it was not asked for"
         elif chosen is not None and obstacle:
             raise ValueError(f"{name} ({_one_line(conv)}) cannot be replaced: {obstacle}")
@@ -109,13 +120,60 @@ def convert(
                 new[conv] = _replacement(conv, layer, kernel_size, num_heads, options)
     for name in replaced:
         model.set_submodule(name, new[spatial[name]])
+    after = None
+    if input_shape is not None and calls is not None:
+        try:
+            after = count_flops(model, input_shape)
+            _check_used(model, [name for name in calls if name in replaced], input_shape)
+        except Exception as error:
+            for name in replaced:
+                model.set_submodule(name, spatial[name])
+            raise ValueError(
+                f"with its convolutions replaced, the network does not work on an image of shape "
+                f"{list(input_shape)}, and was left as it was: {_first_line(error)}"
+            ) from error
     return Conversion(
         model,
         replaced,
         kept,
         (parameters, count_parameters(model)),
-        None if flops is None or input_shape is None else (flops, count_flops(model, input_shape)),
+        None if flops is None or after is None else (flops, after),
     )
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def _calls(model: nn.Module, input_shape: Sequence[int]) -> list[str]:
+    """Names of the modules in the order in which they are first called, each under its first name."""
+    called: dict[str, None] = {}
+    traced = copy.deepcopy(model).eval()
+    for name, module in traced.named_modules():
+        module.register_forward_pre_hook(lambda *_, name=name: called.setdefault(name))
+    run_on_zeros(traced, input_shape)
+    return list(called)
+
+
+def _stem(model: nn.Module, calls: list[str] | None) -> tuple[nn.Module | None, str]:
+    """The first convolution, of any kernel, and by which order if not by that of a run."""
+    names = [name for name, _ in model.named_modules()] if calls is None else calls
+    modules = (model.get_submodule(name) for name in names)
+    stem = next((m for m in modules if isinstance(m, nn.Conv2d | GroupConv2d | LiftingConv2d)), None)
+    return stem, " by order of definition (with input_shape, by order of execution)" if calls is None else ""
+
+
+def _check_used(model: nn.Module, names: list[str], input_shape: Sequence[int]) -> None:
+    """That each layer of these names is called: a parent may hold a convolution elsewhere too, in a list."""
+    called = set(_calls(model, input_shape))
+    idle = [name for name in names if name not in called]
+    if idle:
+        raise ValueError(f"it still calls the convolution that was {idle[0]}, which it holds elsewhere too")
+
+
+def _parameter_owners(model: nn.Module) -> Counter[int]:
+    """How many modules have each parameter, by its id."""
+    return Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
 
 
 def _spatial_convolutions(model: nn.Module) -> Iterator[tuple[str, Conv]]:
@@ -124,12 +182,12 @@ def _spatial_convolutions(model: nn.Module) -> Iterator[tuple[str, Conv]]:
             yield name, layer
 
 
-def _chosen(spatial: dict[str, Conv], where: Where) -> set[str]:
+def _chosen(spatial: dict[str, Conv], where: Where) -> set[Conv]:
     if callable(where):
-        return {name for name, conv in spatial.items() if where(name, conv)}
-    chosen: set[str] = set()
+        return {conv for name, conv in spatial.items() if where(name, conv)}
+    chosen: set[Conv] = set()
     for pattern in [where] if isinstance(where, str) else where:
-        matches = {name for name in spatial if fnmatchcase(name, pattern)}
+        matches = {conv for name, conv in spatial.items() if fnmatchcase(name, pattern)}
         if not matches:
             near = get_close_matches(pattern, spatial, n=3, cutoff=0.4)
             names = ", ".join(map(repr, near or spatial)) or "none"
@@ -139,13 +197,16 @@ def _chosen(spatial: dict[str, Conv], where: Where) -> set[str]:
     return chosen
 
 
-def _obstacle(conv: Conv, layer: str, num_heads: int) -> str | None:
+def _obstacle(conv: Conv, layer: str, num_heads: int, owners: Counter[int]) -> str | None:
     """Why a convolution cannot become an attention layer that keeps the size of its map; None if it can."""
     kernel, stride = _pair(conv.kernel_size), _pair(conv.stride)
     same = {"same": (kernel[0] // 2, kernel[1] // 2), "valid": (0, 0)}
     padding = same[conv.padding] if isinstance(conv.padding, str) else _pair(conv.padding)
     if type(conv) not in (nn.Conv2d, GroupConv2d):
         return f"{type(conv).__name__} may be more than a convolution"
+    addition = _addition(conv, owners)
+    if addition:
+        return f"it has {addition}, which a new layer would not have"
     if isinstance(conv, nn.Conv2d) and (conv.groups > 1 or max(conv.dilation) > 1):
         return f"it has groups={conv.groups}, dilation={conv.dilation}; expected 1 and 1"
     if isinstance(conv, nn.Conv2d) and conv.padding_mode != "zeros":
@@ -159,6 +220,27 @@ def _obstacle(conv: Conv, layer: str, num_heads: int) -> str | None:
     if layer == "sasa" and conv.out_channels // num_heads % 2:
         return f"sasa needs an even number of channels per head; {num_heads} heads have {conv.out_channels}"
     return None
+
+
+def _addition(conv: Conv, owners: Counter[int]) -> str | None:
+    """What a convolution has beside what its class gives it: hooks, shared weights, attributes."""
+    hooks = [name for name, value in vars(conv).items() if name.endswith("_hooks") and value]
+    if hooks:  # weight norm and spectral norm of the older kind among them
+        return hooks[0].strip("_").replace("_", " ")
+    for name, parameter in conv._parameters.items():
+        if parameter is None:
+            continue
+        if owners[id(parameter)] > 1:
+            return f"a {name} that another layer has too"
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return f"hooks on its {name}"
+    own = _names(conv) - _names(type(conv)(1, 1, 1, bias=conv.bias is not None, device="meta"))
+    return f"an attribute of its own ({min(own)})" if own else None
+
+
+def _names(module: nn.Module) -> set[str]:
+    """Of all that an instance holds."""
+    return {*vars(module), *module._parameters, *module._buffers, *module._modules}
 
 
 def _replacement(

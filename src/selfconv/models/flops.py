@@ -51,11 +51,18 @@ def count_flops(model: nn.Module, input_shape: Sequence[int]) -> int:
         if isinstance(layer, LocalAttention2d):
             layer.register_forward_pre_hook(before)
             layer.register_forward_hook(after)
-    like = next(model.parameters(), torch.empty(0))
-    with torch.no_grad(), counter, warnings.catch_warnings():
+    with counter:
+        run_on_zeros(model, input_shape)
+    return counter.get_total_flops() + correction
+
+
+@torch.no_grad()
+def run_on_zeros(model: nn.Module, input_shape: Sequence[int]) -> None:
+    """Calls the model on an image of zeros, for what can be seen on the way."""
+    like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about results, which nobody looks at
         model(torch.zeros(1, *input_shape, device=like.device, dtype=like.dtype))
-    return counter.get_total_flops() + correction
 
 
 def operation_flops(layer: LocalAttention2d, input_shape: Sequence[int]) -> int:

@@ -485,3 +485,34 @@ def test_shift_error_is_not_fooled_by_saturation() -> None:
     layer = AffineSelfConv2d(4, 4, num_heads=2, dtype=torch.float64)
     x = 100 * torch.randn(1, 4, 12, 12, dtype=torch.float64)
     assert shift_error(layer, x) == 0
+
+
+class Scalar(nn.Module):
+    def forward(self, x: Tensor) -> int:
+        return len(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "reason"),
+    [
+        (network, 0, "input_size: expected a positive number of pixels; got 0"),
+        (Scalar, 8, "the model returns no floating-point tensor to compare; got int"),
+        (
+            lambda: torch.ao.quantization.quantize_dynamic(network(), {nn.Linear}),
+            8,
+            r"cannot be audited, in float64, on images of shape \[2, 3, 8, 8\]: expected scalar type Float",
+        ),
+        (lambda: torch.jit.script(nn.Sequential(nn.ReLU())), 8, "not supported on ScriptModules"),
+    ],
+    ids=["no pixels", "no tensor", "quantised", "scripted"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_models_that_cannot_be_audited(model: Callable[[], nn.Module], size: int, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason) as error:
+        audit(model(), size, "p4")
+    assert "\n" not in str(error.value)
+
+
+def test_audit_sees_into_a_compiled_model() -> None:
+    broken = torch.compile(network(act=MirroredHalf()), backend="eager")
+    assert audit(broken, 16, "p4").culprit == "_orig_mod.act"  # type: ignore[arg-type]

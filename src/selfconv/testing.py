@@ -211,6 +211,8 @@ def audit(
         tolerance: how much of one layer's error is still rounding. Where a network computes in less than
             float64 all the same, ``assert_equivariant``'s for that dtype.
     """
+    if input_size < 1:
+        raise ValueError(f"input_size: expected a positive number of pixels; got {input_size}")
     group = get_group(getattr(model, "group", "z2") if group is None else group)
     channels = getattr(model, "in_channels", 3) if in_channels is None else in_channels
     model = copy.deepcopy(model).double().eval()
@@ -222,7 +224,13 @@ def audit(
         return both.to(device).split(2)
 
     x, _ = images(input_size)
-    judge, y = _judged(model, images(input_size), group, tolerance)
+    try:
+        judge, y = _judged(model, images(input_size), group, tolerance)
+    except RuntimeError as refusal:  # of torch: a quantised or scripted model, for example
+        raise ValueError(
+            f"the model cannot be audited, in float64, on images of shape {list(x.shape)}: "
+            f"{str(refusal).partition(chr(10))[0]}"
+        ) from refusal
     error = max(_output_error(_run(model, transform(x, s, group), _look_away), y, s, group) for s in group)
     layers = [
         LayerReport(
@@ -467,6 +475,9 @@ def _judged(
     """All runs of the model on the first images (the second serve to compare), judged; and its output."""
     x, other = images
     calls, y = _record(model, x)
+    if not any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in y):
+        kinds = ", ".join(type(leaf).__name__ for leaf in y)
+        raise ValueError(f"the model returns no floating-point tensor to compare; got {kinds or 'nothing'}")
     tolerances: dict[tuple[Key, Stage], float] = defaultdict(lambda: tolerance)
     tolerances |= {at: max(tolerance, found) for at, found in _explore(model, other, calls).items()}
     judge = _Judge(group, calls, tolerances)

@@ -233,6 +233,25 @@ def test_an_empty_network(network: nn.Module) -> None:
     assert lines[2:] == ([] if shape is None else ["FLOPs: 0 → 0"])
 
 
+@pytest.mark.parametrize(
+    ("network", "reason"),
+    [
+        (lambda: nn.Sequential(nn.LazyConv2d(8, 3)), "expected initialised weights; got lazy layers"),
+        (lambda: torch.jit.script(nn.Sequential(nn.Conv2d(3, 8, 3))), "got a ScriptModule"),
+        (
+            lambda: nn.Sequential(nn.Conv2d(4, 8, 3)),
+            r"the network does not run on an image of shape \[3, 8, 8\]: RuntimeError: Given groups=1",
+        ),
+    ],
+    ids=["lazy", "scripted", "other channels"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_networks_that_cannot_be_converted(network: Callable[[], nn.Module], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason) as error:
+        convert(network(), num_heads=4, input_shape=(3, 8, 8))
+    assert "\n" not in str(error.value)
+
+
 def test_our_own_baseline_becomes_our_own_model() -> None:
     for name in ("resnet29", "p4resnet29_se"):
         model = create_model(name)

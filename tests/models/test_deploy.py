@@ -128,6 +128,12 @@ def hooked() -> nn.Module:
     return nn.Sequential(layer)
 
 
+def own_forward() -> nn.Module:
+    layer = GroupConv2d(3, 4, 3)
+    layer.forward = lambda x: 2 * GroupConv2d.forward(layer, x)  # type: ignore[method-assign]
+    return nn.Sequential(layer)
+
+
 def hooked_norm() -> nn.Module:
     model = tiny("resnet29")
     model.stem.norm.register_forward_hook(lambda norm, inputs, output: output - 1)
@@ -163,12 +169,24 @@ def wrapped() -> nn.Module:
         Entropy,
         layer_used_twice,
         hooked,
+        own_forward,
         hooked_norm,
         convolution_of_two_norms,
         parametrized,
         wrapped,
     ],
-    ids=["subclass", "layer", "asked", "twice", "hook", "hooked norm", "shared", "parametrized", "wrapped"],
+    ids=[
+        "subclass",
+        "layer",
+        "asked",
+        "twice",
+        "hook",
+        "forward",
+        "hooked norm",
+        "shared",
+        "parametrized",
+        "wrapped",
+    ],
 )
 def test_networks_of_others_are_exported_as_they_are(make: Callable[[], nn.Module]) -> None:
     model = make().eval()

@@ -10,7 +10,9 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
+import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from selfconv.models.flops import count_flops, count_parameters, run_on_zeros
 from selfconv.nn import (
@@ -94,12 +96,21 @@ def convert(
         raise ValueError(f"layer: expected one of {', '.join(map(repr, LAYERS))}; got {layer!r}")
     if num_heads < 1:
         raise ValueError(f"num_heads: expected ≥ 1; got {num_heads}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ValueError("model: expected a network before torch.jit made it a script; got a ScriptModule")
+    if any(isinstance(p, UninitializedParameter) for p in model.parameters()):
+        raise ValueError("model: expected initialised weights; got lazy layers: run the network once before")
     spatial = dict(_spatial_convolutions(model))
     chosen = None if where is None else _chosen(spatial, where)
     parameters = count_parameters(model)
     flops, calls = None, None
     if input_shape is not None:
-        flops, calls = count_flops(model, input_shape), _calls(model, input_shape)
+        try:
+            flops, calls = count_flops(model, input_shape), _calls(model, input_shape)
+        except Exception as error:
+            raise ValueError(
+                f"the network does not run on an image of shape {list(input_shape)}: {_first_line(error)}"
+            ) from error
     stem, order = _stem(model, calls)
     owners = _parameter_owners(model)
     replaced, kept = {}, {}

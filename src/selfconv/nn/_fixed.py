@@ -27,8 +27,9 @@ ATTENTION = (AffineSelfConv2d, SimpleAffineSelfConv2d, StandAloneSelfAttention2d
 
 
 def is_plain(layer: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Whether calling the layer does what its class says: no subclass, no parametrization, no hook."""
-    return type(layer) in kinds and not (layer._forward_hooks or layer._forward_pre_hooks)
+    """Whether calling the layer does what its class says: no subclass, parametrization, hook, own forward."""
+    hooked = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
+    return type(layer) in kinds and not hooked
 
 
 def fix_filters(module: nn.Module) -> nn.Module:

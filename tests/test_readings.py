@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from test_models import PAPER
+from helpers.printed import PAPER
 
-from selfconv.lab.config import paper_recipe
 from selfconv.models import create_model, list_models
 from selfconv.nn import AffineSelfConv2d, GroupConv2d, LiftingConv2d, LocalAttention2d, SimpleAffineSelfConv2d
 from selfconv.ops import reference
+from selfconv.train import paper_recipe
 
 TESTS = Path(__file__).parent
 PAGE = (TESTS.parent / "docs" / "paper_map.md").read_text("utf-8")
@@ -126,4 +126,5 @@ def test_every_reading_names_a_test_that_exists() -> None:
         names = re.findall(r"`(test_\w+)\.(test_\w+)`", row[-1])
         assert names or row[-1].strip() in ("", "–"), row
         for file, name in names:
-            assert re.search(rf"^def {name}\(", (TESTS / f"{file}.py").read_text("utf-8"), re.MULTILINE), name
+            [path] = TESTS.rglob(f"{file}.py")
+            assert re.search(rf"^def {name}\(", path.read_text("utf-8"), re.MULTILINE), name

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import ROOT
+from helpers.printed import PAPER
 from helpers.tiny_models import TINY, tiny
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,17 +43,6 @@ STATED = {
     "resnet29_asc": (267_754, 290_884),
     "resnet29_asc_se": (301_438, None),
     "p4resnet29_asc": (271_842, 283_452),
-}
-PAPER = {  # thousands, as printed, for 10 and 100 classes
-    "resnet29": (313, 336),
-    "resnet29_se": (347, None),
-    "p4resnet29": (310, 321),
-    "p4resnet29_se": (342, 354),
-    "resnet29_sasa": (235, None),
-    "resnet29_simple_asc": (217, 240),
-    "resnet29_asc": (268, 291),
-    "resnet29_asc_se": (301, None),
-    "p4resnet29_asc": (272, 283),
 }
 
 

@@ -129,7 +129,7 @@ def audit(
     /,
     *,
     size: int = 32,
-    group: Literal["z2", "p4", "p4m"] | None = None,
+    group: str | None = None,
     downsample: Literal["stride", "pool"] | None = None,
 ) -> None:
     """Check layer by layer whether a network is equivariant; exit code 1 if it is not.
@@ -137,7 +137,7 @@ def audit(
     Args:
         model: Name of a model, with random weights; or a trained model, as `evaluate` takes it.
         size: Side of the images.
-        group: To which group; by default the model's own.
+        group: Name of the group; by default the model's own.
         downsample: How convolutions halve a map, if not as the model is named.
     """
     from selfconv.models import create_model, list_pretrained

@@ -16,6 +16,7 @@ the map. The quarter turn is ``torch.rot90(x, 1, (-2, -1))`` with a roll by +1 a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -87,6 +88,20 @@ class Group:
     def quotient(self) -> tuple[tuple[int, ...], ...]:
         """``quotient[p][r]`` is p⁻¹r, by which every filter on the group is indexed."""
         return tuple(self.product[p_inv] for p_inv in self.inverse)
+
+    @cached_property
+    def element_names(self) -> tuple[str, ...]:
+        """What each element does to a picture: turns it counter-clockwise, perhaps after a mirror."""
+        names = []
+        for (a, b), (c, d) in self.matrices:
+            angle = round(math.degrees(math.atan2(c, a))) % 360
+            names.append(f"{angle}°" + (" mirrored" if a * d - b * c < 0 else ""))
+        return tuple(names)
+
+    def turn(self, quarters: int) -> int | None:
+        """The element that turns by so many quarters, counter-clockwise; None if there is none."""
+        wanted = _power(QUARTER_TURN, quarters % 4)
+        return self.matrices.index(wanted) if wanted in self.matrices else None
 
     def apply(self, s: int, offset: tuple[int, int]) -> tuple[int, int]:
         """Where element s moves a (row, column) offset from the centre."""

@@ -19,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from selfconv.cli import main
-from selfconv.models import count_parameters, create_model
+from selfconv.models import count_parameters, create_model, paper_label
 from selfconv.study import paper, write_report
-from selfconv.study.claims import Outcome, Verdict, label, signed
+from selfconv.study.claims import Outcome, Verdict, signed
 from selfconv.study.report.read import read
 from selfconv.study.report.summary import Group, Study, summarise
 from selfconv.study.samples import Sample, difference, t_quantile
@@ -146,8 +146,8 @@ def test_rows_of_the_paper() -> None:
 
 
 def test_names() -> None:
-    assert label("p4mresnet83_simple_asc_se") == "p4mResNet83+Simple_ASC+SE"
-    assert label("mine") == "mine"
+    assert paper_label("p4mresnet83_simple_asc_se") == "p4mResNet83+Simple_ASC+SE"
+    assert paper_label("mine") == "mine"
     assert paper.table_of("cifar10", "p4resnet29_asc") == "cifar10"
     assert paper.table_of("cifar10", "resnet83_se") == "resnet83"
     assert paper.table_of("cifar100", "resnet83") is None

@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from selfconv._text import shown_time
-from selfconv.models import ResNetConfig
-from selfconv.models.registry import MODELS
+from selfconv.models import MODELS, ResNetConfig
 from selfconv.study import Budget, InProcessEngine, Plan, PlanFailed, Trial, make_plan, reproduce, sweep
 from selfconv.study import board as _board
 from selfconv.study.board import Board, results_table

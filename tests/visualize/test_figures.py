@@ -21,7 +21,6 @@ from PIL import Image
 from selfconv.models import create_model
 from selfconv.train import train
 from selfconv.visualize import Inspection, equivariance_view, layer_filters
-from selfconv.visualize._draw import element_names
 from selfconv.visualize.figures import (
     entropy_figure,
     equivariance_figure,
@@ -111,7 +110,7 @@ def test_a_pixel_on_a_group_has_a_row_for_each_plane(name: str) -> None:
         for r in range(order):
             np.testing.assert_allclose(shown(filters[r]), view.effective[p, r, 1].numpy(), atol=1e-7)
         np.testing.assert_allclose(shown(filters[order]), view.positional[p, 1].numpy(), atol=1e-7)
-        assert alpha.get_ylabel() == f"P = {element_names(view.group)[p]}"
+        assert alpha.get_ylabel() == f"P = {view.group.element_names[p]}"
 
 
 def test_the_strongest_channel_is_shown_by_default() -> None:
@@ -144,7 +143,7 @@ def test_the_schematic_adds_up() -> None:
 def test_maps_of_entropy(name: str) -> None:
     inspection = inspect(name)
     entropy = inspection.entropy(LAYER)
-    names = element_names(inspection.layers[0].layer.group)
+    names = inspection.layers[0].layer.group.element_names
     figure = entropy_figure(IMAGE, entropy, LAYER, names)
     assert_readable(figure)
     heads, order = entropy.shape[:2]

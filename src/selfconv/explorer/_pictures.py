@@ -83,7 +83,7 @@ def number(value: float) -> str:
 
 def plane_names(group: Group) -> list[str]:
     """What the planes of features on a group are called: by their turn, ``m`` if mirrored first."""
-    return [f"{n % 4 * 90}°{' m' if n >= 4 else ''}" for n in group]
+    return [name.replace(" mirrored", " m") for name in group.element_names]
 
 
 # ---- the image and the samples ----

@@ -90,12 +90,19 @@ class Study:
         names = self.layers(model)
         return names[min(number, len(names) - 1)]
 
-    def map_error(self, model: int, image: Image, quarters: int, layer: str) -> float:
-        """How far a layer's map of the image turned is from its map turned, relative to its largest value."""
-        group = self.models[model].model.group
+    def map_error(self, model: int, image: Image, quarters: int, layer: str) -> float | None:
+        """How far a layer's map of the image turned is from its map turned, relative to its largest value.
+
+        None if the model's group does not have that turn, so that its maps cannot be turned so.
+        """
+        own = self.models[model].model.group
+        group = P4 if len(own) == 1 else own
+        element = group.turn(quarters)
+        if element is None:
+            return None
         before = self.inspect(model, image).maps[layer][None]
         after = self.inspect(model, turn(image, 90 * quarters)).maps[layer][None]
-        return relative_error(after, transform(before, quarters % 4, P4 if len(group) == 1 else group))
+        return relative_error(after, transform(before, element, group))
 
 
 def _one_of_each_kind(trained: Sequence[TrainedModel]) -> list[TrainedModel]:
@@ -196,7 +203,7 @@ def wrap(degrees: float) -> float:
 
 
 def kind(trained: TrainedModel) -> str:
-    """``p4`` or ``p4m``, or ``planar`` for a network that knows no turns."""
+    """The name of its group, or ``planar`` for a network that knows translations alone."""
     group = trained.model.group
     return "planar" if len(group) == 1 else group.name
 
@@ -215,8 +222,10 @@ def change_in_words(before: NDArray[np.float32], after: NDArray[np.float32], nam
     return f"same prediction, {by}" if old == new else f"prediction changed from {old} to {new}, {by}"
 
 
-def follow_in_words(error: float) -> str:
+def follow_in_words(error: float | None) -> str:
     """Whether maps turned with the image."""
+    if error is None:
+        return "its group does not have this turn"
     if error < 1e-4:
         return f"the maps turn with the image: largest difference {_size(error)} of the largest value"
     return f"the maps do not follow: they differ by up to {_size(error)} of the largest value"

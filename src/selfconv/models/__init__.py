@@ -1,28 +1,44 @@
 """The paper's networks by name, and what one does with them: save, share, export, count, convert."""
 
-from selfconv.models._config import ResNetConfig
-from selfconv.models.convert import Conversion, convert
-from selfconv.models.export import export_onnx, export_program, fold_batch_norm
-from selfconv.models.flops import count_flops, count_parameters
-from selfconv.models.registry import (
-    MODELS,
-    WEIGHTS,
-    ModelInfo,
-    create_model,
-    list_models,
-    list_pretrained,
-    model_info,
-    models_table,
-)
-from selfconv.models.resnet import ResNet
+from typing import TYPE_CHECKING
+
+from selfconv._lazy import lazy
+from selfconv.models.table import MODELS, ModelFacts, at_depth, list_models, model_facts, paper_label
+
+if TYPE_CHECKING:
+    from selfconv.models._config import ResNetConfig
+    from selfconv.models.conversion import Conversion, convert
+    from selfconv.models.export import export_onnx, export_program, fold_batch_norm
+    from selfconv.models.flops import count_flops, count_parameters
+    from selfconv.models.registry import (
+        WEIGHTS,
+        ModelInfo,
+        create_model,
+        list_pretrained,
+        model_info,
+        models_table,
+    )
+    from selfconv.models.resnet import ResNet
+else:  # the table alone needs no torch
+    __getattr__, __dir__ = lazy(
+        __name__,
+        _config=["ResNetConfig"],
+        conversion=["Conversion", "convert"],
+        export=["export_onnx", "export_program", "fold_batch_norm"],
+        flops=["count_flops", "count_parameters"],
+        registry=["WEIGHTS", "ModelInfo", "create_model", "list_pretrained", "model_info", "models_table"],
+        resnet=["ResNet"],
+    )
 
 __all__ = [
     "MODELS",
     "WEIGHTS",
     "Conversion",
+    "ModelFacts",
     "ModelInfo",
     "ResNet",
     "ResNetConfig",
+    "at_depth",
     "convert",
     "count_flops",
     "count_parameters",
@@ -32,6 +48,8 @@ __all__ = [
     "fold_batch_norm",
     "list_models",
     "list_pretrained",
+    "model_facts",
     "model_info",
     "models_table",
+    "paper_label",
 ]

@@ -1,11 +1,10 @@
-"""The models by name."""
+"""Models from the table: created, described, listed."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,44 +15,13 @@ from selfconv.models._config import ResNetConfig
 from selfconv.models._sharing import CONFIG_NAME, SAFETENSORS_SINGLE_FILE, read_config
 from selfconv.models.flops import count_flops, count_parameters
 from selfconv.models.resnet import ResNet
+from selfconv.models.table import MODELS, list_models
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 # a folder for each model that has weights, as save_pretrained writes it, and the record of their run
 WEIGHTS = Path(__file__).parent / "weights"
-
-DEPTHS = (29, 83)
-_VARIANTS: dict[str, dict[str, Any]] = {  # what each differs in from the first
-    "resnet{}": {},
-    "resnet{}_se": {"squeeze_excite": True},
-    "resnet{}_sasa": {"spatial": "sasa"},
-    "resnet{}_simple_asc": {"spatial": "simple_asc"},
-    "resnet{}_asc": {"spatial": "asc"},
-    "resnet{}_asc_se": {"spatial": "asc", "squeeze_excite": True},
-    "p4resnet{}": {"group": "p4"},
-    "p4resnet{}_pool": {"group": "p4", "downsample": "pool"},
-    "p4resnet{}_se": {"group": "p4", "squeeze_excite": True},
-    "p4resnet{}_simple_asc": {"group": "p4", "spatial": "simple_asc"},
-    "p4resnet{}_asc": {"group": "p4", "spatial": "asc"},
-    "p4resnet{}_asc_se": {"group": "p4", "spatial": "asc", "squeeze_excite": True},
-    "p4mresnet{}": {"group": "p4m"},
-    "p4mresnet{}_pool": {"group": "p4m", "downsample": "pool"},
-    "p4mresnet{}_se": {"group": "p4m", "squeeze_excite": True},
-    "p4mresnet{}_simple_asc": {"group": "p4m", "spatial": "simple_asc"},
-    "p4mresnet{}_asc": {"group": "p4m", "spatial": "asc"},
-    "p4mresnet{}_asc_se": {"group": "p4m", "spatial": "asc", "squeeze_excite": True},
-}
-MODELS: dict[str, dict[str, Any]] = {
-    pattern.format(depth): {"depth": depth} | options
-    for depth in DEPTHS
-    for pattern, options in _VARIANTS.items()
-}
-
-
-def list_models(pattern: str = "*") -> list[str]:
-    """The names that match a wildcard pattern, such as ``"p4*"`` or ``"*29_asc*"``."""
-    return [name for name in MODELS if fnmatchcase(name, pattern)]
 
 
 def list_pretrained() -> list[str]:

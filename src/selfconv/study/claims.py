@@ -5,11 +5,11 @@ Results are a mapping from tables to models to outcomes, of the paper or of run 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from selfconv.models import paper_label
 from selfconv.study.samples import Difference, Sample, difference
 
 TITLES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "resnet83": "CIFAR-10, ResNet83"}  # of tables
@@ -22,18 +22,6 @@ class Outcome:
     accuracy: Sample
     parameters: int
     name: str | None = None  # if it is not called as in the paper
-
-
-_PARTS = {"pool": "pool", "se": "SE", "sasa": "SASA", "simple_asc": "Simple_ASC", "asc": "ASC"}
-
-
-def label(model: str) -> str:
-    """The paper's name of a model: ``p4resnet29_asc_se`` is p4ResNet29+ASC+SE; others stay as they are."""
-    match = re.fullmatch(r"(p4m?)?resnet(\d+)(?:_(sasa|simple_asc|asc))?(?:_(pool))?(?:_(se))?", model)
-    if match is None:
-        return model
-    group, depth, *layers = match.groups()
-    return "+".join([f"{group or ''}ResNet{depth}", *(_PARTS[layer] for layer in layers if layer)])
 
 
 LEAST_RUNS = 3  # of each model, for a claim about accuracies
@@ -85,7 +73,7 @@ def _find(results: Results, terms: Sequence[Term], least: int) -> list[Outcome] 
         n = 0 if outcome is None else outcome.accuracy.n
         if n < least:
             where = f" on {TITLES[table]}" if len({t for t, _ in terms}) > 1 else ""
-            lacking.append(f"{label(model)}{where}: {n or 'no'} run{'s' * (n != 1)}")
+            lacking.append(f"{paper_label(model)}{where}: {n or 'no'} run{'s' * (n != 1)}")
     if lacking:
         return Finding(Verdict.FEW, tuple(dict.fromkeys(lacking)), absent=None in found)
     return [outcome for outcome in found if outcome is not None]
@@ -164,7 +152,7 @@ def _pair(model: str, other: str) -> Callable[[Difference, list[Outcome]], str]:
 
 
 def _called(model: str, outcome: Outcome) -> str:
-    return label(model) if outcome.name is None else outcome.name
+    return paper_label(model) if outcome.name is None else outcome.name
 
 
 def higher_than_all(table: str, models: Sequence[str], others: Sequence[str]) -> Check:
@@ -192,8 +180,8 @@ def larger_gain(here: tuple[Term, Term], there: tuple[Term, Term]) -> Check:
         )
         (table, model), (_, base) = here
         return (
-            f"{label(model)} over {label(base)}: {signed(gain)} on {TITLES[table]}, {signed(less)} on "
-            f"{TITLES[there[0][0]]}; {shown_difference(change)}"
+            f"{paper_label(model)} over {paper_label(base)}: {signed(gain)} on {TITLES[table]}, "
+            f"{signed(less)} on {TITLES[there[0][0]]}; {shown_difference(change)}"
         )
 
     return _compare([here[0], there[1]], [here[1], there[0]], _above_zero, explain)

@@ -6,10 +6,10 @@ own words; each is judged by the same rule whether the numbers are the paper's o
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from selfconv.models import at_depth, model_facts
 from selfconv.study.claims import (
     TITLES,
     Claim,
@@ -91,8 +91,9 @@ TABLES: dict[str, Table] = {
 
 def table_of(data: str, model: str) -> str | None:
     """The table that a model on a data set belongs to, whether or not the paper has a row for it."""
+    facts = model_facts(model)
     for name, table in TABLES.items():
-        if table.data == data and re.search(rf"resnet{table.depth}(_|$)", model):
+        if facts is not None and (table.data, table.depth) == (data, facts.depth):
             return name
     return None
 
@@ -162,7 +163,7 @@ CLAIMS: tuple[Claim, ...] = (
         higher_than_all(
             "cifar10",
             [turning for turning, _ in _TURNING],
-            [m for m in (*_CONV, *_ATTENTION) if not m.startswith("p4")],
+            [m for m in (*_CONV, *_ATTENTION) if m not in {turning for turning, _ in _TURNING}],
         ),
     ),
     Claim(
@@ -216,10 +217,10 @@ CLAIMS: tuple[Claim, ...] = (
         all_of(
             *(
                 larger_gain(
-                    (("resnet83", f"resnet83_{layer}"), ("resnet83", "resnet83")),
-                    (("cifar10", f"resnet29_{layer}"), ("cifar10", "resnet29")),
+                    (("resnet83", at_depth(model, 83)), ("resnet83", "resnet83")),
+                    (("cifar10", model), ("cifar10", "resnet29")),
                 )
-                for layer in ("se", "asc")
+                for model in ("resnet29_se", "resnet29_asc")
             )
         ),
     ),

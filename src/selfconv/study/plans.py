@@ -11,8 +11,8 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
+from selfconv.models import at_depth, model_facts, paper_label
 from selfconv.study import paper
-from selfconv.study.claims import label
 from selfconv.train import DataOptions, ModelOptions, Recipe, RunConfig, fast_recipe, paper_recipe
 
 
@@ -119,12 +119,12 @@ class Outline:
 
 
 def _line_up(table: str, models: Sequence[str]) -> list[Line]:
-    return [Line(ModelOptions(name=model), label(model), table) for model in models]
+    return [Line(ModelOptions(name=model), paper_label(model), table) for model in models]
 
 
 def _ablation(models: Sequence[str], option: str, values: Mapping[Any, str]) -> list[Line]:
     return [
-        Line(ModelOptions(name=model, **{option: value}), text, label(model))
+        Line(ModelOptions(name=model, **{option: value}), text, paper_label(model))
         for model in models
         for value, text in values.items()
     ]
@@ -132,12 +132,13 @@ def _ablation(models: Sequence[str], option: str, values: Mapping[Any, str]) -> 
 
 def _small(model: str) -> Line:
     """A network of the paper at a third of its depth and half of its width."""
-    width = 4 if model.startswith("p4") else 8
-    attention = "asc" in model or "sasa" in model
+    facts = model_facts(model, depth=11)
+    assert facts is not None
+    width = 8 if facts.planar else 4
     options = ModelOptions(
-        name=model, depth=11, widths=(width, 2 * width, 4 * width), num_heads=4 if attention else None
+        name=model, depth=11, widths=(width, 2 * width, 4 * width), num_heads=4 if facts.attention else None
     )
-    return Line(options, label(model.replace("29", "11")), "digits")
+    return Line(options, facts.label, "digits")
 
 
 PAPER_MODELS = tuple(paper.TABLES["cifar10"].rows)
@@ -160,7 +161,7 @@ OUTLINES: dict[str, Outline] = {
     # the paper's figure has no table, so which of the nine it shows is not known
     "resnet83": Outline(
         "CIFAR-10, ResNet83",
-        _line_up("resnet83", [model.replace("29", "83") for model in PAPER_MODELS]),
+        _line_up("resnet83", [at_depth(model, 83) for model in PAPER_MODELS]),
         1,
     ),
     "ablation-kernel": Outline(

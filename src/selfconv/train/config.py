@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from tyro.conf import arg
 
 from selfconv._files import read_text
+from selfconv.models import model_facts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,8 @@ class ModelOptions:
 
     name: Annotated[str, arg(name="model", metavar="MODEL")] = "resnet29_asc"
     """Name of the model; `selfconv models` lists them."""
+    group: str | None = None
+    """Symmetry group: z2, p4, p4m."""
     widths: tuple[int, int, int] | None = None
     """Channels of the spatial layer in each stage."""
     depth: int | None = None
@@ -124,9 +127,9 @@ class Recipe:
 
 def paper_recipe(model: str = "resnet29") -> Recipe:
     """The paper's: 100 epochs, 200 for depth 83; attention models warm up over 10 of them."""
-    epochs = 200 if "83" in model else 100
-    attention = "asc" in model or "sasa" in model
-    return Recipe(epochs=epochs, warmup=10 / epochs if attention else 0.0)
+    facts = model_facts(model)
+    epochs = 200 if facts is not None and facts.depth >= 83 else 100
+    return Recipe(epochs=epochs, warmup=10 / epochs if facts is not None and facts.attention else 0.0)
 
 
 def fast_recipe(model: str = "resnet29") -> Recipe:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-
-from selfconv.groups import Group
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -115,12 +112,3 @@ def below_bar(figure: Figure, shown: Any, axes: Axes) -> None:
     bar = figure.colorbar(shown, ax=axes, orientation="horizontal", shrink=0.9, pad=0.04, aspect=16)
     bar.ax.tick_params(labelsize=SMALL)
     bar.ax.locator_params(nbins=3)
-
-
-def element_names(group: Group) -> list[str]:
-    """What each element does to a picture: turns it counter-clockwise, perhaps after a mirror."""
-    names = []
-    for (a, b), (c, d) in group.matrices:
-        angle = round(math.degrees(math.atan2(c, a))) % 360
-        names.append(f"{angle}°" + (" mirrored" if a * d - b * c < 0 else ""))
-    return names

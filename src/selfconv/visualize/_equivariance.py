@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from selfconv.groups import Group, get_group
+from selfconv.groups import P4, Z2, Group, get_group
 from selfconv.testing import relative_error, transform
 from selfconv.visualize._trace import as_batch, trace
 
@@ -38,9 +38,9 @@ def equivariance_view(
         layer: any layer that sees more than one position: self convolution, or a convolution.
         group: by default the model's own, or if that knows no turns, p4.
     """
-    group = get_group(getattr(model, "group", "z2") if group is None else group)
+    group = get_group(getattr(model, "group", Z2) if group is None else group)
     if len(group) == 1:
-        group = get_group("p4")
+        group = P4
     own = getattr(model, "group", None)
     if isinstance(own, Group) and len(own) > 1 and own != group:
         raise ValueError(f"group: expected {own.name!r}, on which this model's maps live; got {group.name!r}")

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from selfconv.trained import TrainedModel
 from selfconv.visualize import figures
-from selfconv.visualize._draw import element_names
 from selfconv.visualize._equivariance import EquivarianceView, equivariance_view
 from selfconv.visualize._inspection import (
     Inspection,
@@ -62,7 +61,7 @@ def model_figures(
         yield "pixel", figures.pixel_figure(shown, view)
         if len(view.group) == 1 and not view.dense:
             yield "schematic", figures.schematic_figure(shown, view)
-        planes = element_names(view.group)
+        planes = view.group.element_names
         yield "entropy", figures.entropy_figure(shown, inspection.entropy(info.name), info.name, planes)
         yield "filters", figures.filters_figure(layer_filters(info.layer), info.layer.num_heads, info.name)
         layer = info.name

@@ -22,7 +22,6 @@ from selfconv.visualize._draw import (
     colour_bar,
     draw_image,
     draw_values,
-    element_names,
     headline,
     limit_of,
     mark_centre,
@@ -134,7 +133,7 @@ def _planar_pixel(image: Tensor, view: PixelView, channel: int) -> Figure:
 
 
 def _group_pixel(image: Tensor, view: PixelView, channel: int) -> Figure:
-    k, order, names = view.alpha.shape[-1], len(view.group), element_names(view.group)
+    k, order, names = view.alpha.shape[-1], len(view.group), view.group.element_names
     values = view.neighbourhood[:, _seen_channel(view, channel)]  # [R, k, k]
     effective, positional = _filter_of(view.effective, view, channel), view.positional[:, channel]
     figure = new_figure(1.5 * (order + 2) + 2.2, 1.42 * (order + 1) + 1.3)
@@ -250,7 +249,7 @@ def equivariance_figure(
     if len(groups) != 1:
         raise ValueError(f"expected views of one group; got {', '.join(sorted(groups)) or 'no views'}")
     view = next(iter(views.values()))
-    names, order = element_names(view.group), len(view.group)
+    names, order = view.group.element_names, len(view.group)
     figure = new_figure(1.75 * order + 2.6, 2.0 + 3.75 * len(views))
     grid = figure.subplots(1 + 2 * len(views), order + 1, width_ratios=[1] * order + [0.06])
     for place, image, name in zip(grid[0, :-1], images, names, strict=True):

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING
 
+from selfconv.groups import GROUPS
+from selfconv.models import ModelFacts
 from selfconv.study.claims import Outcome, shown
 from selfconv.study.report.summary import Group, Row, Study
 from selfconv.study.samples import Sample
@@ -26,11 +28,7 @@ if TYPE_CHECKING:
 INK, FAINT = "#24292f", "#8c959f"
 # Okabe and Ito's colours, told apart by everyone; the shape says the rest
 COLOURS = {"conv": "#0072B2", "sasa": "#CC79A7", "simple_asc": "#009E73", "asc": "#D55E00"}
-SHAPES = {
-    "": "o", "se": "^",
-    "p4": "s", "p4_pool": "P", "p4_se": "D",
-    "p4m": "h", "p4m_pool": "*", "p4m_se": "p",
-}  # fmt: skip
+SHAPES = ("ov^", "sPD", "h*p", "d8H")  # a string for each group: plain, with pooling, with SE
 STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 8.5,
@@ -207,17 +205,16 @@ def curves_picture(name: str, group: Group) -> Picture | None:
 # ---- parts ----
 
 
-def _look(model: str) -> tuple[str, str]:
-    """Colour by spatial layer, shape by group and squeeze and excite."""
-    match = re.fullmatch(r"(p4m?)?resnet\d+(?:_(sasa|simple_asc|asc))?(?:_(pool))?(?:_(se))?", model)
-    if match is None:
+def _look(facts: ModelFacts | None) -> tuple[str, str]:
+    """Colour by spatial layer, shape by group, pooling, and squeeze and excite."""
+    if facts is None or facts.group not in GROUPS:  # a record of another version
         return INK, "X"
-    group, layer, pool, se = match.groups()
-    return COLOURS[layer or "conv"], SHAPES["_".join(part for part in (group, pool, se) if part)]
+    shapes = SHAPES[list(GROUPS).index(facts.group) % len(SHAPES)]
+    return COLOURS[facts.spatial], shapes[2 if facts.squeeze_excite else int(facts.pooled_convolution)]
 
 
 def _point(axes: Axes, row: Row, y: float, sample: Sample, *, upright: bool, x: float = 0.0) -> None:
-    colour, shape = _look(row.model)
+    colour, shape = _look(row.facts)
     x, y = (x, sample.mean) if upright else (sample.mean, y)
     yerr, xerr = (sample.deviation, None) if upright else (None, sample.deviation)
     axes.errorbar(
@@ -243,7 +240,7 @@ def _alike(panels: Sequence[Sequence[float]]) -> bool:
 def _curves(axes: Axes, row: Row) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    colour, _ = _look(row.model)
+    colour, _ = _look(row.facts)
     series: list[tuple[str, str, str, Callable[..., float | None]]] = [
         ("training", FAINT, "--", lambda epoch: epoch.train),
         ("validation", colour, "-", lambda epoch: epoch.val),

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from selfconv.models import ModelFacts, model_facts, paper_label
 from selfconv.study import paper
-from selfconv.study.claims import label
 from selfconv.train import RunConfig
 
 PLAN, FAILED = "plan.json", "failed.json"
@@ -66,6 +66,11 @@ class Trial:
     @property
     def model(self) -> str:
         return self.config.model.name
+
+    @property
+    def facts(self) -> ModelFacts | None:
+        """What the network is, whatever it is called; None if its name is not known."""
+        return model_facts(self.model, group=self.config.model.group)
 
 
 @dataclass
@@ -202,7 +207,7 @@ def _places(plan: dict[str, Any], folder: Path) -> dict[Path, Place]:
             title=str(plan.get("title", plan["plan"])),
             data=data,
             group=str(trial.get("group", data)),
-            label=str(trial.get("label", label(model))),
+            label=str(trial.get("label", paper_label(model))),
             order=(order,),
         )
     return places

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from selfconv.models import MODELS, ModelFacts, ResNetConfig, at_depth, model_facts, paper_label
 from selfconv.study import paper
-from selfconv.study.claims import TITLES, Claim, Finding, Outcome, label
+from selfconv.study.claims import TITLES, Claim, Finding, Outcome
 from selfconv.study.report.read import Found, Trial
 from selfconv.study.samples import Difference, Sample, difference
 from selfconv.train import RunConfig, paper_recipe
@@ -22,6 +23,10 @@ class Row:
     model: str
     trials: tuple[Trial, ...]
     table: str | None  # of the paper, if this is one of its networks on its data
+
+    @property
+    def facts(self) -> ModelFacts | None:
+        return self.trials[0].facts if self.trials else model_facts(self.model)
 
     @property
     def paper(self) -> Outcome | None:
@@ -146,7 +151,7 @@ def _rank(study: Study) -> tuple[int, str, list[str]]:
 def _order(trial: Trial) -> tuple[object, ...]:
     """As the plan has it; without one, groups by name and models in the paper's order."""
     models = list(paper.TABLES["cifar10"].rows)
-    depth29 = trial.model.replace("resnet83", "resnet29")
+    depth29 = at_depth(trial.model, 29)
     rank = models.index(depth29) if depth29 in models else len(models)
     own = (trial.place.group, rank, trial.model, trial.options)
     return (trial.place.study, trial.place.order, *own, trial.config.seed, trial.name)
@@ -169,8 +174,12 @@ def _group(title: str, trials: Sequence[Trial]) -> Group:
 def _label(trial: Trial, shared: Options) -> str:
     if trial.place.planned:
         return trial.place.label
-    own = [f"{key} {value}" for key, value in trial.options if (key, value) not in shared]
-    return label(trial.model) + (f" ({', '.join(own)})" if own else "")
+    own = [
+        f"{key} {value}"
+        for key, value in trial.options
+        if (key, value) not in shared and key != "group"  # which the label says
+    ]
+    return paper_label(trial.model, group=trial.config.model.group) + (f" ({', '.join(own)})" if own else "")
 
 
 def _table(trial: Trial) -> str | None:
@@ -179,8 +188,6 @@ def _table(trial: Trial) -> str | None:
 
 
 def _unchanged(config: RunConfig) -> bool:
-    from selfconv.models import MODELS, ResNetConfig
-
     named, given = MODELS.get(config.model.name), config.model.overrides()
     if named is None or all(value is None for value in given.values()):
         return True
@@ -194,7 +201,7 @@ def _unchanged(config: RunConfig) -> bool:
 def _beside_the_papers(rows: tuple[Row, ...], table: str) -> tuple[Row, ...]:
     """In the paper's order, with its rows that have no runs here, and what it has no row for at the end."""
     models = paper.TABLES[table].rows
-    missing = [Row(label(m), m, (), table) for m in models if m not in {row.model for row in rows}]
+    missing = [Row(paper_label(m), m, (), table) for m in models if m not in {row.model for row in rows}]
     names = list(models)
     return tuple(
         sorted(

@@ -1,0 +1,100 @@
+"""The models by name: a variant is a line in ``_VARIANTS``. Nobody else reads anything into a name.
+
+Light to import (no torch): the command's help and the plans are made of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
+from typing import Any
+
+DEPTHS = (29, 83)
+_VARIANTS: dict[str, dict[str, Any]] = {  # what each differs in from the first
+    "resnet{}": {},
+    "resnet{}_se": {"squeeze_excite": True},
+    "resnet{}_sasa": {"spatial": "sasa"},
+    "resnet{}_simple_asc": {"spatial": "simple_asc"},
+    "resnet{}_asc": {"spatial": "asc"},
+    "resnet{}_asc_se": {"spatial": "asc", "squeeze_excite": True},
+    "p4resnet{}": {"group": "p4"},
+    "p4resnet{}_pool": {"group": "p4", "downsample": "pool"},
+    "p4resnet{}_se": {"group": "p4", "squeeze_excite": True},
+    "p4resnet{}_simple_asc": {"group": "p4", "spatial": "simple_asc"},
+    "p4resnet{}_asc": {"group": "p4", "spatial": "asc"},
+    "p4resnet{}_asc_se": {"group": "p4", "spatial": "asc", "squeeze_excite": True},
+    "p4mresnet{}": {"group": "p4m"},
+    "p4mresnet{}_pool": {"group": "p4m", "downsample": "pool"},
+    "p4mresnet{}_se": {"group": "p4m", "squeeze_excite": True},
+    "p4mresnet{}_simple_asc": {"group": "p4m", "spatial": "simple_asc"},
+    "p4mresnet{}_asc": {"group": "p4m", "spatial": "asc"},
+    "p4mresnet{}_asc_se": {"group": "p4m", "spatial": "asc", "squeeze_excite": True},
+}
+MODELS: dict[str, dict[str, Any]] = {
+    pattern.format(depth): {"depth": depth} | options
+    for depth in DEPTHS
+    for pattern, options in _VARIANTS.items()
+}
+_PAPER_NAMES = {"sasa": "SASA", "simple_asc": "Simple_ASC", "asc": "ASC"}  # of spatial layers
+
+
+def list_models(pattern: str = "*") -> list[str]:
+    """The names that match a wildcard pattern, such as ``"p4*"`` or ``"*29_asc*"``."""
+    return [name for name in MODELS if fnmatchcase(name, pattern)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What the name of a model stands for."""
+
+    depth: int
+    group: str = "z2"
+    spatial: str = "conv"
+    squeeze_excite: bool = False
+    downsample: str | None = None  # None: stride for convolution, pooling for attention
+
+    @property
+    def planar(self) -> bool:
+        """Whether its features have no group axis."""
+        return self.group == "z2"
+
+    @property
+    def attention(self) -> bool:
+        return self.spatial != "conv"
+
+    @property
+    def pooled_convolution(self) -> bool:
+        """Whether it is a convolutional network that pools where the paper's have stride."""
+        return not self.attention and self.downsample == "pool"
+
+    @property
+    def label(self) -> str:
+        """In the paper's notation: p4ResNet29+ASC+SE."""
+        parts = [f"{'' if self.planar else self.group}ResNet{self.depth}"]
+        parts += [_PAPER_NAMES[self.spatial]] if self.attention else []
+        parts += ["pool"] if self.pooled_convolution else []
+        parts += ["SE"] if self.squeeze_excite else []
+        return "+".join(parts)
+
+
+def model_facts(name: str, **overrides: Any) -> ModelFacts | None:
+    """What a name stands for, with some of it changed (None: not changed); None if there is no such model."""
+    if name not in MODELS:
+        return None
+    known = {field.name for field in fields(ModelFacts)}
+    changed = {key: value for key, value in overrides.items() if key in known and value is not None}
+    return ModelFacts(**MODELS[name] | changed)
+
+
+def paper_label(name: str, **overrides: Any) -> str:
+    """A model in the paper's notation: ``p4resnet29_asc_se`` is p4ResNet29+ASC+SE; unknown names stay."""
+    facts = model_facts(name, **overrides)
+    return name if facts is None else facts.label
+
+
+def at_depth(name: str, depth: int) -> str:
+    """The model that differs from another in its depth alone; the name itself if there is none."""
+    if name not in MODELS:
+        return name
+    wanted = MODELS[name] | {"depth": depth}
+    return next((other for other, options in MODELS.items() if options == wanted), name)

@@ -1,0 +1,110 @@
+"""A new group is one line: registered, it goes through layers, networks, training, report and pictures."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.tiny_models import awake
+from helpers.tiny_runs import run_cli, tiny_config, tiny_data
+
+from selfconv import create_model
+from selfconv.explorer import _pictures
+from selfconv.explorer._study import Study
+from selfconv.groups import GROUPS, IDENTITY, MIRROR, Group
+from selfconv.nn import (
+    AffineSelfConv2d,
+    GroupConv2d,
+    LiftingConv2d,
+    SimpleAffineSelfConv2d,
+    StandAloneSelfAttention2d,
+)
+from selfconv.ops import BACKENDS, affine_self_conv
+from selfconv.study import write_report
+from selfconv.testing import assert_equivariant, audit
+from selfconv.train import train
+from selfconv.trained import evaluate, open_trained
+from selfconv.visualize import write_figures
+
+HALF_TURN = ((-1, 0), (0, -1))
+NEW = {  # a group: what its elements are called
+    Group("c2", (IDENTITY, HALF_TURN)): ("0°", "180°"),
+    Group("mirror", (IDENTITY, MIRROR)): ("0°", "0° mirrored"),
+}
+
+
+@pytest.fixture(params=NEW, ids=str)
+def group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Group:
+    monkeypatch.setitem(GROUPS, request.param.name, request.param)
+    return request.param
+
+
+def test_layers_and_operation(group: Group) -> None:
+    assert group.element_names == NEW[group]
+    attention = (AffineSelfConv2d, SimpleAffineSelfConv2d, StandAloneSelfAttention2d)
+    layers = [layer(4, 4, 3, num_heads=2, group=group.name) for layer in attention]
+    for layer in [*layers, GroupConv2d(4, 4, 3, padding=1, group=group.name)]:
+        assert_equivariant(layer, torch.randn(1, 4, len(group), 6, 6), group)
+    assert_equivariant(LiftingConv2d(3, 4, 3, padding=1, group=group.name), torch.randn(1, 3, 6, 6), group)
+
+
+def test_every_backend_agrees(group: Group) -> None:
+    q, k, v = torch.randn(3, 1, 4, len(group), 5, 5).unbind()
+    psi, beta = torch.randn(2, 4, len(group), 3, 3), torch.randn(2, 4, 3, 3)
+    filters = (psi[0], beta[0], psi[1], beta[1])
+    expected = affine_self_conv(q, k, v, *filters, num_heads=2, group=group, backend="reference")
+    for backend in {*BACKENDS} - {"reference"}:
+        found = affine_self_conv(q, k, v, *filters, num_heads=2, group=group, backend=backend)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["resnet29_asc", "resnet29"])
+def test_networks(group: Group, name: str) -> None:
+    model = awake(create_model(name, group=group.name, depth=11, downsample="pool")).eval()
+    result = audit(model, 16)
+    assert result.passed
+    assert result.group == group
+
+
+def test_training_report_and_pictures(group: Group, tmp_path: Path) -> None:
+    config = tiny_config(tiny_data(tmp_path), "resnet29_asc", epochs=1)
+    config = config.replaced("model", group=group.name, num_heads=4)
+    train(config, tmp_path / "run", quiet=True)
+    trained = open_trained(tmp_path / "run")
+    assert trained.model.group == group
+    evaluate(trained, picture=False)
+
+    html, markdown, *_ = write_report([tmp_path / "run"], tmp_path / "report")
+    label = f"{group.name}ResNet29+ASC"
+    for page in (html, markdown):
+        text = page.read_text("utf-8").replace("\\", "")
+        assert label in text
+        assert not re.search(r"(?<!\w)ResNet29\+ASC", text)
+
+    assert len(write_figures(trained, tmp_path / "figures")) == 8
+    svg = (tmp_path / "figures" / "pixel.svg").read_text("utf-8")
+    assert all(f"P = {name}" in svg for name in NEW[group])
+    assert not any(f"{angle}°" in svg for angle in (90, 270))
+
+    short = [name.replace(" mirrored", " m") for name in NEW[group]]
+    assert _pictures.plane_names(group) == short
+    study = Study.open(tmp_path / "run")
+    image, layer = study.samples[0].image, study.layer(0, 0)
+    for quarters in range(4):
+        error = study.map_error(0, image, quarters, layer)
+        if group.turn(quarters) is None:  # nothing that the maps could follow
+            assert error is None
+        else:
+            assert error is not None
+            assert error < 1e-4
+
+
+def test_the_command_takes_it(group: Group, capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert run_cli("audit", "resnet29_asc", "--group", group.name, "--size", "16") in (0, 1)
+    assert run_cli("audit", "resnet29_asc", "--group", "c3") == 2
+    assert f"unknown group 'c3'; expected one of 'z2', 'p4', 'p4m', '{group.name}'" in capsys.readouterr().err

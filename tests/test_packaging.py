@@ -91,7 +91,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     expected = {name for name in source_files(PACKAGE) if not name.endswith(".md")}
     assert names == {f"selfconv/{name}" for name in expected}
     assert {"py.typed", "data/digits.npz", "data/NOTICE.txt"} <= expected
-    assert digits == (PACKAGE / "lab" / "data" / "digits.npz").read_bytes()
+    assert digits == (PACKAGE / "data" / "digits.npz").read_bytes()
     assert {"licenses/LICENSE", "licenses/src/selfconv/data/NOTICE.txt", "entry_points.txt"} <= info
 
 

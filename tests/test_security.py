@@ -27,7 +27,7 @@ from rich.console import Console
 
 from selfconv import cli
 from selfconv._files import JSON_LIMIT
-from selfconv._text import shown
+from selfconv._text import escape_for_terminal
 from selfconv.data import DataError, load_data, read_image
 from selfconv.data import npz as npz_module
 from selfconv.models import ResNet
@@ -289,7 +289,7 @@ def test_classes_with_hostile_names(tmp_path: Path) -> None:
     console.print(evaluation.table())
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     for name in NAMES:
-        assert shown(name) in printed
+        assert escape_for_terminal(name) in printed
     for hostile in ("\x1b[31m", "\x1b]0", "\x9b", "\u202e", "\x07", "\x1b]8"):
         assert hostile not in printed
     save_figure(confusion_figure(evaluation), tmp_path / "x.png")
@@ -338,8 +338,10 @@ def test_links_out_of_a_folder_of_images(tmp_path: Path) -> None:
 
 
 def test_shown() -> None:
-    assert shown("a\nb\x1b[0m\x9b\u202e\udcff é 日本") == "a\\nb\\x1b[0m\\x9b\\u202e\\udcff é 日本"
-    assert len(shown("x" * 10**7)) < 3000
+    assert (
+        escape_for_terminal("a\nb\x1b[0m\x9b\u202e\udcff é 日本") == "a\\nb\\x1b[0m\\x9b\\u202e\\udcff é 日本"
+    )
+    assert len(escape_for_terminal("x" * 10**7)) < 3000
 
 
 def test_tiny_data_is_fine(tmp_path: Path) -> None:

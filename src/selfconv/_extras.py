@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
 
-EXTRAS = {  # which of them brings a package that may be missing
+EXTRAS = {  # package: the extra that installs it
     "PIL": "train",
     "accelerate": "train",
     "gradio": "app",
@@ -19,18 +20,14 @@ EXTRAS = {  # which of them brings a package that may be missing
 }
 
 
-def require(*packages: str) -> None:
-    """Raises ModuleNotFoundError, with the extra that brings it, if one of them is not installed."""
+def require(user: str, *packages: str) -> None:
+    """Raises ModuleNotFoundError if one of the packages is not installed, and says what installs it.
+
+    Args:
+        user: what needs them, as the message begins: ``"training"``.
+    """
     for package in packages:
-        if find_spec(package) is None:
-            raise ModuleNotFoundError(_message(package), name=package)
-
-
-def _message(package: str) -> str:
-    return f"this needs {package}: pip install 'selfconv[{EXTRAS[package]}]'"
-
-
-def missing_extra(error: ModuleNotFoundError) -> str | None:
-    """The message for an import that failed, if an extra brings the package."""
-    package = (error.name or "").partition(".")[0]
-    return _message(package) if package in EXTRAS and "pip install" not in str(error) else None
+        found = sys.modules[package] if package in sys.modules else find_spec(package)
+        if found is None:
+            message = f"{user} needs {package}: pip install 'selfconv[{EXTRAS[package]}]'"
+            raise ModuleNotFoundError(message, name=package)

@@ -41,18 +41,19 @@ def write_json(path: Path, content: object) -> None:
     write_atomically(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, limit: int = JSON_LIMIT) -> Any:
+    """The content of a JSON file; raises ValueError if it is larger than ``limit`` bytes, or not JSON."""
     try:
-        return json.loads(read_text(path))
+        return json.loads(read_text(path, limit))
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one too
         raise ValueError(f"{path}: expected JSON; got something else ({error})") from None
 
 
-def read_text(path: Path) -> str:
-    """The text of a small file; raises ValueError if it is not small, or no text."""
+def read_text(path: Path, limit: int = JSON_LIMIT) -> str:
+    """The text of a small file; raises ValueError if it is larger than ``limit`` bytes, or not text."""
     size = path.stat().st_size
-    if size > JSON_LIMIT:
-        raise ValueError(f"expected at most {JSON_LIMIT} bytes of JSON; got {size}")
+    if size > limit:
+        raise ValueError(f"expected at most {limit} bytes of JSON; got {size}")
     try:
         return path.read_text("utf-8")
     except UnicodeDecodeError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 LONGEST = 2000  # characters of a message
 
 
-def shown(text: object) -> str:
+def escape_for_terminal(text: object) -> str:
     """One line that no terminal obeys: control characters, line ends and broken bytes as escapes."""
     line = str(text)
     line = line if len(line) <= LONGEST else f"{line[:LONGEST]}…"
@@ -21,7 +21,7 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def shown_time(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """In the unit that suits it."""
     for unit, size in (("days", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
-from selfconv._extras import missing_extra, require
-from selfconv._text import one_line, shown
+from selfconv._extras import require
+from selfconv._text import escape_for_terminal, one_line
 from selfconv._version import __version__
 from selfconv.bench import BenchOptions
 from selfconv.study import Budget
@@ -87,7 +87,7 @@ def predict(
         print(json_module.dumps([asdict(p) for p in predictions]))
         return
     for p in predictions:
-        print(f"{shown(p.file)}\t{shown(p.label)}\t{p.probability:.4f}")
+        print(f"{escape_for_terminal(p.file)}\t{escape_for_terminal(p.label)}\t{p.probability:.4f}")
 
 
 def export(trained: Positional[TrainedPlace], /, *, to: Path) -> None:
@@ -102,10 +102,9 @@ def export(trained: Positional[TrainedPlace], /, *, to: Path) -> None:
     opened = open_trained(trained)
     shape = export_trained(opened, to)
     names = opened.data.class_names
-    print(
-        f"{shown(to)}: images [N, {', '.join(map(str, shape))}], pixels in 0..1 -> logits [N, {len(names)}]"
-    )
-    print(f"classes: {', '.join(map(shown, names))}")
+    image = ", ".join(map(str, shape))
+    print(f"{escape_for_terminal(to)}: images [N, {image}], pixels in 0..1 -> logits [N, {len(names)}]")
+    print(f"classes: {', '.join(map(escape_for_terminal, names))}")
 
 
 def models(pattern: Positional[str] = "*", /, *, size: int = 32) -> None:
@@ -254,7 +253,7 @@ def reproduce(
     if engine == "ray":
         if jobs is not None:
             raise ValueError("--jobs needs --engine local; got --engine ray, which places runs by --cpus")
-        require("ray")
+        require("--engine ray", "ray")
         where = RayEngine(**placed)  # type: ignore[arg-type]
     elif placed:
         raise ValueError(f"--{next(iter(placed))} needs --engine ray; got --engine local")
@@ -433,9 +432,7 @@ def main(args: Sequence[str] | None = None) -> None:
         _fail("interrupted", 130)
     except RunStopped as stopped:
         _fail(str(stopped), stopped.code)
-    except ModuleNotFoundError as error:
-        _fail(missing_extra(error) or one_line(error), 2)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ModuleNotFoundError) as error:
         _fail(one_line(error), 2)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
@@ -489,12 +486,12 @@ def _condensed(box: str) -> str:
 
 
 def _fail(message: str, code: int) -> None:
-    print(f"selfconv: {shown(message)}", file=sys.stderr)
+    print(f"selfconv: {escape_for_terminal(message)}", file=sys.stderr)
     raise SystemExit(code)
 
 
 def _warn(message: Warning | str, *_: object, **__: object) -> None:
-    print(f"selfconv: warning: {shown(' '.join(str(message).split()))}", file=sys.stderr)
+    print(f"selfconv: warning: {escape_for_terminal(' '.join(str(message).split()))}", file=sys.stderr)
 
 
 def _print(table: Any) -> None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-try:
-    from timm.models import generate_default_cfgs, register_model, resolve_pretrained_cfg
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"selfconv.timm needs {error.name}: pip install 'selfconv[timm]'", name=error.name
-    ) from None
+from selfconv._extras import require
 
-from selfconv.models import ResNet, create_model, list_models
+require("selfconv.timm", "timm")
+
+from timm.models import generate_default_cfgs, register_model, resolve_pretrained_cfg  # noqa: E402
+
+from selfconv.models import ResNet, create_model, list_models  # noqa: E402
 
 __all__: list[str] = []  # register_model adds the models' names
 

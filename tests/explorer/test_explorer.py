@@ -356,7 +356,7 @@ def test_what_the_command_refuses(capsys: pytest.CaptureFixture[str], tmp_path: 
 @pytest.mark.usefixtures("own_environment")
 def test_without_the_extra(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gradio", None)
-    assert stopped(capsys) == (2, "selfconv: explore: needs gradio; pip install 'selfconv[app]'\n")
+    assert stopped(capsys) == (2, "selfconv: explore needs gradio: pip install 'selfconv[app]'\n")
 
 
 @pytest.mark.usefixtures("own_environment")

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from selfconv._text import shown_time
+from selfconv._text import format_duration
 from selfconv.models import MODELS, ResNetConfig
 from selfconv.study import Budget, InProcessEngine, Plan, PlanFailed, Trial, make_plan, reproduce, sweep
 from selfconv.study import board as _board
@@ -140,7 +140,7 @@ def test_what_is_reduced_is_said() -> None:
 
 
 def test_times_are_shown_in_their_unit() -> None:
-    shown = [shown_time(s) for s in (0.4, 119, 120, 7199, 7200, 172_800)]
+    shown = [format_duration(s) for s in (0.4, 119, 120, 7199, 7200, 172_800)]
     assert shown == ["0 s", "119 s", "2.0 min", "120.0 min", "2.0 h", "2.0 days"]
 
 
@@ -401,7 +401,7 @@ def test_ray_that_is_missing_is_named(
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     out = tmp_path / "out"
     assert run_cli("reproduce", "demo", "--engine", "ray", "--data", data, "--out", out, *SMALL) == 2
-    check_one_line(capfd, "this needs ray: pip install 'selfconv[cluster]'")
+    check_one_line(capfd, "--engine ray needs ray: pip install 'selfconv[cluster]'")
     assert not out.exists()
 
 

@@ -272,6 +272,6 @@ def test_bad_options_are_answered_in_a_line(
 def test_without_matplotlib_it_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert run_cli("figures", "digits_conv", "--out", tmp_path / "out") == 2
-    assert "pictures need matplotlib: pip install 'selfconv[plot]'" in capsys.readouterr().err
+    assert "drawing pictures needs matplotlib: pip install 'selfconv[plot]'" in capsys.readouterr().err

@@ -84,7 +84,7 @@ def _check(options: BenchOptions) -> None:
     if options.threads is not None and options.threads < 1:
         raise ValueError(f"threads: expected an integer ≥ 1; got {options.threads}")
     if options.out is not None:
-        require("matplotlib")  # now, not after an hour's work
+        require("bench --out", "matplotlib")  # now, not after an hour's work
     unknown = [name for name in options.models if name not in PAIRS]
     if unknown:
         raise ValueError(f"models: expected some of {', '.join(PAIRS)}; got {', '.join(unknown)}")

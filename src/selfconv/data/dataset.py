@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from selfconv._text import shown
+from selfconv._text import escape_for_terminal
 
 Images = NDArray[np.uint8]  # [N, H, W, C]
 Labels = NDArray[np.int64]  # [N]
@@ -24,7 +24,7 @@ class DataError(ValueError):
     """Data that cannot be used; the message is one line that says which and why."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(shown(message))
+        super().__init__(escape_for_terminal(message))
 
 
 class MissingDataError(DataError):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from selfconv._extras import require
 from selfconv.data.dataset import DataError, Images
 
 if TYPE_CHECKING:
@@ -25,10 +26,10 @@ class UnreadableError(Exception):
 
 
 def require_pillow() -> None:
-    try:
-        import PIL.Image
-    except ImportError:
-        raise DataError("image files: need Pillow; pip install 'selfconv[train]'") from None
+    """Makes Pillow ready to read files from several threads; raises ModuleNotFoundError without it."""
+    require("reading image files", "PIL")
+    import PIL.Image
+
     PIL.Image.init()  # once, before threads do
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from selfconv._text import shown
+from selfconv._text import escape_for_terminal
 
 
 @contextmanager
@@ -27,5 +27,5 @@ def progress(title: str, total: int, unit: Literal["bytes", "images"]) -> Iterat
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), *counts, TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
-        task = bar.add_task(shown(title), total=total)
+        task = bar.add_task(escape_for_terminal(title), total=total)
         yield lambda done: bar.update(task, completed=done)

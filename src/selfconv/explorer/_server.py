@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
+from selfconv._extras import require
+
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
@@ -108,7 +110,8 @@ def explore(
         open_page: show it in the browser.
 
     Raises:
-        ValueError: gradio is missing, the run cannot be used, or the port is taken.
+        ModuleNotFoundError: gradio is missing.
+        ValueError: the model cannot be used, or the port is taken.
     """
     with _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="selfconv-explore-") as uploads:
         # all three are read when gradio and the hub's library are imported
@@ -117,12 +120,7 @@ def explore(
             "GRADIO_TEMP_DIR": uploads,
             "HF_HUB_OFFLINE": "1",
         }
-        try:
-            import gradio  # noqa: F401
-        except ModuleNotFoundError as error:
-            if error.name != "gradio":
-                raise
-            raise ValueError("explore: needs gradio; pip install 'selfconv[app]'") from None
+        require("explore", "gradio")
         with _listen(host, port) as listening:
             _serve(run, host, listening, open_page)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from functools import partial
@@ -16,6 +15,8 @@ from huggingface_hub.errors import RemoteEntryNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
+
+from selfconv._files import read_json
 
 CONFIG_LIMIT = 1_000_000  # bytes; a config has hundreds
 PathLike = str | os.PathLike[str]
@@ -128,13 +129,7 @@ def read_config(file: PathLike) -> dict[str, Any]:
     file = os.fspath(file)
     if not os.path.isfile(file):
         raise FileNotFoundError(f"no file {file!r}; save_pretrained writes one")
-    try:
-        with open(file, encoding="utf-8") as text:
-            if os.path.getsize(file) > CONFIG_LIMIT:
-                raise ValueError(f"more than {CONFIG_LIMIT} bytes")
-            config = json.load(text)
-    except (ValueError, RecursionError) as error:  # neither UTF-8 nor JSON, or one to exhaust the reader
-        raise ValueError(f"{file}: not valid JSON ({error})") from None
+    config = read_json(Path(file), CONFIG_LIMIT)
     if not isinstance(config, dict):
         raise ValueError(f"{file}: expected a JSON object; got {config!r:.40}")
     return config

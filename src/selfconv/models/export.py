@@ -6,12 +6,12 @@ import copy
 import os
 from collections import Counter
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from selfconv._extras import require
 from selfconv.models.resnet import ConvNorm, ResNet
 from selfconv.nn import (
     ATTENTION,
@@ -92,11 +92,7 @@ def export_onnx(model: nn.Module, path: PathLike, *, input_shape: Sequence[int] 
         path: of the file to write, usually ``….onnx``.
         input_shape: of an image; by default 32×32 with the model's channels.
     """
-    for package in ("onnx", "onnxscript"):
-        if find_spec(package) is None:
-            raise ModuleNotFoundError(
-                f"ONNX export needs {package}: pip install 'selfconv[onnx]'", name=package
-            )
+    require("ONNX export", "onnx", "onnxscript")
     model, images = _prepared(model, input_shape)
     torch.onnx.export(
         model,

@@ -36,13 +36,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-try:
-    import triton
-    import triton.language as tl
-except ModuleNotFoundError:
-    raise ImportError("needs triton: pip install 'selfconv[triton]'") from None
-
+from selfconv._extras import require
 from selfconv.ops._call import Call
+
+require("the backend", "triton")
+
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
 
 # Functions under ``triton.jit`` go without annotations, which would be instructions to Triton.
 

@@ -10,9 +10,10 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from selfconv._files import read_json
-from selfconv._text import shown_time
+from selfconv._text import format_duration
 from selfconv.study.plans import Plan, Trial
 from selfconv.study.samples import Sample
+from selfconv.trained import TURNS
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -41,7 +42,7 @@ def read_result(folder: Path) -> Result | None:
     return Result(
         parameters=record["parameters"],
         accuracy=record["test_accuracy"],
-        turned=fmean(evaluation["accuracy_under"][turn] for turn in ("90°", "180°", "270°")),
+        turned=fmean(evaluation["accuracy_under"][turn] for turn in TURNS),
         equivariance_error=evaluation["equivariance_error"],
         images_per_second=record["images_per_second"],
         seconds=record["train_seconds"],
@@ -173,7 +174,7 @@ class Board:
         if self._live is None:
             self._console.print(
                 f"{place}: accuracy {result.accuracy:.2%}, turned {result.turned:.2%}, "
-                f"{result.images_per_second:,.0f} images/s, {took:.0f} s; {self._left()}"
+                f"{result.images_per_second:,.0f} images/s, {format_duration(took)}; {self._left()}"
             )
 
     def _left(self) -> str:
@@ -197,7 +198,7 @@ class Board:
             if not times:
                 return "time left not known yet"
             rest += fmean(times)
-        return f"{shown_time(rest / max(1, len(runs)))} left"
+        return f"{format_duration(rest / max(1, len(runs)))} left"
 
     def _render(self) -> Group:
         from rich.console import Group

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from selfconv._memory import keep_memory
-from selfconv._text import shown_time
+from selfconv._text import format_duration
 from selfconv.study.plans import Plan, Trial, count
 from selfconv.train import RunConfig, Trainer, make_accelerator
 from selfconv.trained import VIEWS
@@ -93,12 +93,12 @@ def plan_table(plan: Plan, pending: Sequence[Trial], data: Dataset, jobs: int, t
             str(config.recipe.epochs),
             str(len(trials)),
             str(left),
-            shown_time(seconds),
-            shown_time(left * seconds),
+            format_duration(seconds),
+            format_duration(left * seconds),
         )
     total = side_by_side([known[trial.line] for trial in pending], jobs)
     table.caption = (
-        f"About {shown_time(total)} for {count(len(pending), 'run')}, "
+        f"About {format_duration(total)} for {count(len(pending), 'run')}, "
         f"{'one after another' if jobs == 1 else f'{jobs} at a time'} on this machine with "
         f"{count(threads, 'thread')}{' each' * (jobs > 1)}; from {STEPS} steps of each network"
         f"{', which ran alone' * (jobs > 1)}"

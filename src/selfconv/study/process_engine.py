@@ -26,7 +26,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from selfconv._memory import machine_memory
-from selfconv._text import shown
+from selfconv._text import escape_for_terminal
 from selfconv.study.board import Board
 from selfconv.study.plans import Plan, Trial
 from selfconv.study.sweep import attempt, outcome_without_word
@@ -190,7 +190,7 @@ class _Worker:
             return f"its process was killed ({signal.Signals(-code).name})"
         self._errors.seek(0)
         said = self._errors.read().decode(errors="replace").strip().splitlines()
-        return f"its process ended with code {code}" + (f" ({shown(said[-1])})" if said else "")
+        return f"its process ended with code {code}" + (f" ({escape_for_terminal(said[-1])})" if said else "")
 
 
 # ---- in the worker process ----

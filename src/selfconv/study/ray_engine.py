@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from selfconv._extras import require
 from selfconv._text import one_line
 from selfconv.study.board import Board
 from selfconv.study.plans import Trial
@@ -137,12 +138,9 @@ class _Followed:
 @contextmanager
 def _connected(address: str | None) -> Iterator[Any]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        import ray
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"--engine ray needs {error.name}: pip install 'selfconv[cluster]'", name=error.name
-        ) from None
+    require("--engine ray", "ray")
+    import ray
+
     if ray.is_initialized():
         yield ray
         return

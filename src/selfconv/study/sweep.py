@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from selfconv._extras import require
 from selfconv._files import read_json, write_json
-from selfconv._text import one_line, shown_time
+from selfconv._text import format_duration, one_line
 from selfconv.data import DataInfo
 from selfconv.study.board import Board, results_table
 from selfconv.study.plans import Plan, Trial
@@ -102,7 +102,7 @@ def reproduce(plan: Plan, out: Path, engine: Engine, *, command: str, dry_run: b
     from rich.console import Console
 
     if not dry_run:
-        require("accelerate", "tensorboard", "matplotlib")  # now, not after the runs
+        require("reproduce", "accelerate", "tensorboard", "matplotlib")  # now, not after the runs
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 120
@@ -142,7 +142,7 @@ def reproduce(plan: Plan, out: Path, engine: Engine, *, command: str, dry_run: b
         ) from None
     console.print(results_table(plan, out))
     if pending:
-        console.print(f"{_runs(len(pending))} in {shown_time(time.monotonic() - began)}, in {out}")
+        console.print(f"{_runs(len(pending))} in {format_duration(time.monotonic() - began)}, in {out}")
     report = _report(plan, out)
     if report:
         console.print(f"Report: {report[0]} and {report[1].name}", soft_wrap=True)

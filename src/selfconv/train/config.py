@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from tyro.conf import arg
 
-from selfconv._files import read_text
+from selfconv._files import read_json
 from selfconv.models import model_facts
 
 
@@ -210,9 +210,10 @@ class RunConfig:
     def load(cls, path: Path) -> RunConfig:
         """From a file, or a run's folder."""
         file = path / "config.json" if path.is_dir() else path
+        content = read_json(file)
         try:
-            return cls.from_json(json.loads(read_text(file)))
-        except (ValueError, RecursionError) as error:
+            return cls.from_json(content)
+        except ValueError as error:
             raise ValueError(f"{file}: {error}") from None
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from selfconv._text import shown
+from selfconv._text import escape_for_terminal
 
 
 class RunError(ValueError):
     """A run's folder that cannot be used."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(shown(message))
+        super().__init__(escape_for_terminal(message))
 
 
 class RunBusy(RunError):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from selfconv._files import write_atomically
-from selfconv._text import shown
+from selfconv._text import escape_for_terminal, format_duration
 
 Metrics = Mapping[str, Any]
 Watch = Callable[[float, str], None]  # the share of a run that is done, and a line on how it goes
@@ -42,7 +42,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         if self._visible:
-            self._print(shown(text))
+            self._print(escape_for_terminal(text))
 
     def step(self, done: int, text: str) -> None:
         if self._bar is not None:
@@ -54,7 +54,11 @@ class Progress:
         validation = ""
         if metrics["val_accuracy"] is not None:
             validation = f", validation {metrics['val_loss']:.3f} {metrics['val_accuracy']:6.2%}"
-        left = f", {metrics['seconds'] * (epochs - metrics['epoch']):.0f} s left" if self._bar is None else ""
+        left = (
+            f", {format_duration(metrics['seconds'] * (epochs - metrics['epoch']))} left"
+            if self._bar is None
+            else ""
+        )
         self.say(
             f"epoch {metrics['epoch']:3d}/{epochs}: loss {metrics['train_loss']:.3f}, "
             f"accuracy {metrics['train_accuracy']:6.2%}{validation}, "

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from selfconv._extras import require
 from selfconv._files import write_json
 from selfconv._memory import keep_memory
-from selfconv._text import shown
+from selfconv._text import escape_for_terminal, format_duration
 from selfconv.data import DataInfo, Dataset
 from selfconv.models import count_parameters
 from selfconv.train import checkpoints
@@ -68,7 +69,9 @@ def train(
         if record is not None:
             if visible:
                 accuracy = record["test_accuracy"]
-                print(f"{shown(run.folder)}: has finished already, with test accuracy {accuracy:.2%}")
+                print(
+                    f"{escape_for_terminal(run.folder)}: has finished already, with test accuracy {accuracy:.2%}"
+                )
             return record
         if checkpoint is not None:
             trainer.restore(checkpoint)
@@ -215,7 +218,7 @@ def _finish(
         save_model(run, model, record)
         write_json(run.folder / "record.json", record)
     progress.say(
-        f"test accuracy {record['test_accuracy']:.2%} after {len(history)} epochs, {seconds:.0f} s of "
+        f"test accuracy {record['test_accuracy']:.2%} after {len(history)} epochs, {format_duration(seconds)} of "
         f"training; in {run.folder}"
     )
     return record
@@ -225,14 +228,10 @@ def _finish(
 
 
 def make_accelerator(engine: Engine) -> Accelerator:
-    try:
-        import tensorboard  # noqa: F401  (before anything is written)
-        from accelerate import Accelerator
-        from accelerate.state import AcceleratorState
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"training needs {error.name}: pip install 'selfconv[train]'", name=error.name
-        ) from None
+    require("training", "accelerate", "tensorboard")  # before anything is written
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
     cpu = engine.device == "cpu" or not torch.accelerator.is_available()
     if cpu and engine.precision == "fp16":  # accelerate would train in full precision, and say nothing
         raise ValueError("precision: fp16 needs a GPU; on a CPU expected no or bf16")

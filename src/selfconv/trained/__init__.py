@@ -1,6 +1,7 @@
 """From a run's folder, a saved model or a shipped name to answers: evaluate, predict, export."""
 
 from selfconv.trained.evaluation import (
+    TURNS,
     VIEWS,
     Evaluation,
     confusion_figure,
@@ -14,6 +15,7 @@ from selfconv.trained.prediction import Prediction, predict
 from selfconv.trained.rotation import RotationCurve, rotation_curve, rotation_figure
 
 __all__ = [
+    "TURNS",
     "VIEWS",
     "Evaluation",
     "Prediction",

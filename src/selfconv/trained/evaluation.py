@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfconv._files import write_atomically, write_json
-from selfconv._text import shown
+from selfconv._text import escape_for_terminal
 from selfconv.data import Batches, DataInfo, Split
+from selfconv.groups import P4
 from selfconv.testing import relative_error
 from selfconv.trained.model import TrainedModel
 
@@ -22,14 +24,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BATCH_SIZE = 256
+UPRIGHT, *TURNS = P4.element_names
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "0°": lambda x: x,
-    "90°": lambda x: x.rot90(1, (-2, -1)),
-    "180°": lambda x: x.rot90(2, (-2, -1)),
-    "270°": lambda x: x.rot90(3, (-2, -1)),
+    **{name: partial(P4.act_planar, s=s) for s, name in enumerate(P4.element_names)},
     "mirrored": lambda x: x.flip(-1),
 }
-TURNS = ("90°", "180°", "270°")
 
 
 @torch.inference_mode()
@@ -65,7 +64,7 @@ class Evaluation:
         from rich.table import Table
         from rich.text import Text
 
-        title = Text(f"{shown(self.data)}: {self.accuracy:.2%} of {self.images} test images")
+        title = Text(f"{escape_for_terminal(self.data)}: {self.accuracy:.2%} of {self.images} test images")
         views = Table("images")
         views.add_column("accuracy", justify="right")
         for name, value in self.accuracy_under.items():
@@ -77,9 +76,11 @@ class Evaluation:
         names = list(self.class_accuracy)
         for row, (name, accuracy) in enumerate(self.class_accuracy.items()):
             wrong = [0 if i == row else n for i, n in enumerate(self.confusion[row])]
-            worst = f"{shown(names[wrong.index(max(wrong))])} ({max(wrong)})" if max(wrong) else ""
+            worst = (
+                f"{escape_for_terminal(names[wrong.index(max(wrong))])} ({max(wrong)})" if max(wrong) else ""
+            )
             classes.add_row(  # as they are: a string would be read as markup
-                Text(shown(name)), "-" if accuracy is None else f"{accuracy:.2%}", Text(worst)
+                Text(escape_for_terminal(name)), "-" if accuracy is None else f"{accuracy:.2%}", Text(worst)
             )
         return Group(title, views, classes)
 
@@ -88,7 +89,7 @@ def evaluate_model(model: nn.Module, split: Split, info: DataInfo) -> Evaluation
     """Accuracy on a split, of each class, and under quarter turns and a flip."""
     labels = split.labels
     outputs = {name: logits(model, split, info, view) for name, view in VIEWS.items()}
-    upright = outputs["0°"]
+    upright = outputs[UPRIGHT]
     classes = len(info.class_names)
     counts = torch.bincount(labels * classes + upright.argmax(1), minlength=classes**2).view(classes, classes)
     total = counts.sum(1).tolist()
@@ -138,7 +139,7 @@ def confusion_figure(evaluation: Evaluation) -> Figure:
     """The confusion matrix as a picture: rows are the true classes, each divided by its images."""
     from matplotlib.figure import Figure
 
-    names = [shown(name) for name in evaluation.class_accuracy]
+    names = [escape_for_terminal(name) for name in evaluation.class_accuracy]
     counts = torch.tensor(evaluation.confusion)
     share = counts / counts.sum(1, keepdim=True).clamp(min=1)
     side = max(4.0, 0.4 * len(names) + 1.5)
@@ -150,7 +151,7 @@ def confusion_figure(evaluation: Evaluation) -> Figure:
     axes.set_yticks(ticks, names, parse_math=False)
     axes.set_xlabel("predicted")
     axes.set_ylabel("true")
-    title = f"{shown(evaluation.data)}: {evaluation.accuracy:.2%} of {evaluation.images}"
+    title = f"{escape_for_terminal(evaluation.data)}: {evaluation.accuracy:.2%} of {evaluation.images}"
     axes.set_title(title, parse_math=False)
     if len(names) <= 20:
         for row in ticks:

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from selfconv._extras import require
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -20,12 +22,9 @@ SMALL, MEDIUM, LARGE = 8, 9, 11
 
 
 def new_figure(width: float, height: float) -> Figure:
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            "pictures need matplotlib: pip install 'selfconv[plot]'", name="matplotlib"
-        ) from None
+    require("drawing pictures", "matplotlib")
+    from matplotlib.figure import Figure
+
     return Figure(figsize=(width, height), layout="constrained")
 
 

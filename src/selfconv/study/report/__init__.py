@@ -10,12 +10,12 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from selfconv._extras import require
 from selfconv._files import write_atomically
 from selfconv.study.report.figures import (
     ablation_picture,
     accuracy_picture,
     curves_picture,
-    require_matplotlib,
 )
 from selfconv.study.report.page import Part, html, markdown, pictures_of
 from selfconv.study.report.read import read
@@ -40,7 +40,7 @@ def write_report(folders: Sequence[Path], out: Path) -> list[Path]:
     Raises:
         ValueError: there is no such folder, or no run in it that has finished; nothing has been written.
     """
-    require_matplotlib()
+    require("the report", "matplotlib")
     found = read(folders)
     if found.problems:
         warnings.warn(f"{len(found.problems)} folders left out; the report says why", stacklevel=2)

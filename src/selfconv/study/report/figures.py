@@ -69,15 +69,6 @@ class Picture:
     late: bool = False  # after the claims
 
 
-def require_matplotlib() -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            "the report's figures need matplotlib: pip install 'selfconv[plot]'", name="matplotlib"
-        ) from None
-
-
 def accuracy_picture(name: str, group: Group) -> Picture:
     """Accuracy against parameters, the paper's beside ours where there is a table of it."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg

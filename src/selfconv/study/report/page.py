@@ -6,6 +6,7 @@ import base64
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from selfconv.study.claims import RULES, Verdict
 from selfconv.study.report import tables as _tables
@@ -74,13 +75,18 @@ def tally(group: Group) -> str:
 
 
 def html(parts: Sequence[Part], problems: Sequence[tuple[str, str]]) -> str:
-    from jinja2 import Environment, StrictUndefined
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+    here = Path(__file__).parent
     environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(here),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters["uri"] = lambda svg: "data:image/svg+xml;base64," + base64.b64encode(svg).decode()
-    return environment.from_string(TEMPLATE).render(
+    return environment.get_template("report.html.jinja").render(
         title=title_of(parts),
         lead=lead_of(parts, problems),
         parts=parts,
@@ -95,224 +101,9 @@ def html(parts: Sequence[Part], problems: Sequence[tuple[str, str]]) -> str:
         notes=_tables.notes,
         origin=_tables.origin,
         claims_heading=claims_heading,
-        style=STYLE,
+        style="\n" + (here / "report.css").read_text("utf-8"),
         warning=WARNING,
     )
-
-
-STYLE = """
-:root { color-scheme: light dark; --ink: #24292f; --faint: #57606a; --line: #d0d7de; --ground: #fff;
-  --soft: #f6f8fa; --loud: #fff3cd; --loud-line: #d4a72c; --link: #0550ae;
-  --holds: #0b5f8a; --fails: #a33d00; --few: #57606a; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --faint: #9aa4af; --line: #373e47;
-  --ground: #0f1419; --soft: #171d24; --loud: #3a2e05; --loud-line: #b08800; --link: #79b8ff;
-  --holds: #6cb6ff; --fails: #ffa657; --few: #9aa4af; } }
-* { box-sizing: border-box }
-body { margin: 0; background: var(--ground); color: var(--ink);
-  font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif }
-main { max-width: 75rem; margin: 0 auto; padding: 2.5rem 1.5rem 4rem }
-h1 { font-size: 1.9rem; line-height: 1.2; margin: 0 0 .4rem }
-h2 { font-size: 1.45rem; line-height: 1.25; margin: 3rem 0 .8rem; padding-bottom: .3rem;
-  border-bottom: 1px solid var(--line) }
-h3 { font-size: 1.15rem; margin: 2rem 0 .6rem } h4 { font-size: 1rem; margin: 1.6rem 0 .5rem }
-p, ul { margin: .5rem 0 }
-.lead { color: var(--faint); margin-top: 0 }
-.loud { background: var(--loud); border: 1px solid var(--loud-line); border-left-width: 6px;
-  border-radius: 6px; padding: .8rem 1.1rem; margin: 1.2rem 0 }
-.loud strong { display: block }
-.loud ul { margin: .3rem 0 0; padding-left: 1.2rem }
-.scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px }
-table { border-collapse: separate; border-spacing: 0; width: 100%; font-size: .9rem;
-  font-variant-numeric: tabular-nums }
-th, td { padding: .45rem .55rem; text-align: right; white-space: nowrap; border-top: 1px solid var(--line) }
-thead th { border-top: 0; background: var(--soft); vertical-align: bottom; font-weight: 600 }
-thead .of { text-align: left; border-left: 1px solid var(--line); padding-bottom: 0 }
-tr > th:first-child[scope=row], th[rowspan] { text-align: left; font-weight: 600 }
-tbody th, th[rowspan] { position: sticky; left: 0 } tbody th { background: var(--ground) }
-.papers { color: var(--faint); background: var(--soft) }
-nav ul { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .3rem 1.2rem }
-a { color: var(--link) }
-.none td { color: var(--faint) }
-.notes { color: var(--faint); font-size: .86rem; padding-left: 1.1rem }
-dl { color: var(--faint); font-size: .86rem; display: grid; grid-template-columns: max-content 1fr;
-  gap: .15rem .9rem; margin: .8rem 0 }
-dt { font-weight: 600 } dd { margin: 0; overflow-wrap: anywhere }
-figure { margin: 1.6rem 0 } img { width: 100%; height: auto; display: block }
-figcaption { color: var(--faint); font-size: .86rem; margin-top: .4rem }
-.claims { list-style: none; padding: 0; margin: .8rem 0 }
-.claims > li { border: 1px solid var(--line); border-radius: 6px; padding: .75rem 1rem; margin: .6rem 0;
-  display: grid; grid-template-columns: 9.5rem 1fr; gap: .2rem 1rem }
-.claims p { margin: 0 } .claims div { grid-column: 2; min-width: 0 }
-.verdict { font-weight: 700; grid-row: span 2 }
-.verdict small { display: block; font-weight: 400; color: var(--faint) }
-.holds { color: var(--holds) } .fails { color: var(--fails) } .few { color: var(--few) }
-.evidence { margin: .2rem 0 0; padding-left: 1.1rem; font-size: .86rem; color: var(--faint);
-  font-variant-numeric: tabular-nums }
-details { margin: .6rem 0; font-size: .9rem } summary { cursor: pointer; color: var(--link) }
-code { font: .88em ui-monospace, "DejaVu Sans Mono", monospace; overflow-wrap: anywhere }
-@media (max-width: 600px) { main { padding: 1.4rem 1rem 3rem } h1 { font-size: 1.5rem }
-  h2 { font-size: 1.25rem }
-  .claims > li { grid-template-columns: 1fr } .claims div { grid-column: 1 }
-  dl { grid-template-columns: 1fr; gap: 0 } dd { margin-bottom: .4rem } }
-@media print { .scroll { overflow: visible } }
-"""
-
-TEMPLATE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{ title }}</title>
-<style>{{ style|safe }}</style>
-</head>
-<body>
-<main>
-{% macro figure(picture) %}
-<figure>
-<picture>
-<source media="(max-width: 600px)" srcset="{{ picture.narrow|uri }}">
-<img src="{{ picture.svg|uri }}" alt="{{ picture.alt }}">
-</picture>
-<figcaption>{{ picture.caption }}</figcaption>
-</figure>
-{% endmacro %}
-<header>
-<h1>{{ title }}</h1>
-<p class="lead">{{ lead }}</p>
-{% if parts|selectattr("study.reduced")|list %}
-<div class="loud" role="note">
-<strong>{{ warning }}</strong>
-<ul>
-{% for part in parts if part.study.reduced %}
-{% for line in part.study.reduced %}
-<li>{% if parts|length > 1 %}{{ part.study.title }}: {% endif %}{{ line }}</li>
-{% endfor %}
-{% endfor %}
-</ul>
-</div>
-{% endif %}
-{% if parts|length > 1 %}
-<nav aria-label="Contents"><ul>
-{% for part in parts %}
-<li><a href="#part-{{ loop.index }}">{{ part.study.title }}</a></li>
-{% endfor %}
-</ul></nav>
-{% endif %}
-</header>
-{% for part in parts %}
-{% set study = part.study %}
-{% set many = parts|length > 1 %}
-{% set level = (3 if many and study.groups|length > 1 else 2) %}
-<section id="part-{{ loop.index }}">
-{% if many %}
-<h2>{{ study.title }}</h2>
-{% endif %}
-{% if part.overview %}
-{{ figure(part.overview) }}
-{% endif %}
-{% for group in study.groups %}
-{% if study.groups|length > 1 or not many %}
-<h{{ level }}>{{ group.title if study.groups|length > 1 else "Results" }}</h{{ level }}>
-{% endif %}
-<div class="scroll" tabindex="0" role="region" aria-label="Results, {{ group.title }}">
-<table>
-<thead>
-<tr>
-{% for name, width in sections(columns(group)) %}
-{% if loop.first %}
-<th scope="col" rowspan="2">Model</th>
-{% else %}
-<th scope="colgroup" colspan="{{ width }}" class="of{% if name == papers %} papers{% endif %}">{{ name }}</th>
-{% endif %}
-{% endfor %}
-</tr>
-<tr>
-{% for column in columns(group)[1:] %}
-<th scope="col"{% if column.of == papers %} class="papers"{% endif %}>{{ column.heading }}</th>
-{% endfor %}
-</tr>
-</thead>
-<tbody>
-{% for row in group.rows %}
-<tr{% if not row.trials %} class="none"{% endif %}>
-{% for column in columns(group) %}
-{% if loop.first %}
-<th scope="row">{{ column.cell(row) }}</th>
-{% else %}
-<td{% if column.of == papers %} class="papers"{% endif %}>{{ column.cell(row) }}</td>
-{% endif %}
-{% endfor %}
-</tr>
-{% endfor %}
-</tbody>
-</table>
-</div>
-<ul class="notes">
-{% for note in notes(group) %}
-<li>{{ note }}</li>
-{% endfor %}
-</ul>
-<dl>
-{% for name, value in origin(group) %}
-<dt>{{ name }}</dt><dd>{{ value }}</dd>
-{% endfor %}
-</dl>
-{% for picture in part.pictures[group.title] if not picture.late %}
-{{ figure(picture) }}
-{% endfor %}
-{% if group.judged %}
-<h{{ level + 1 }}>{{ claims_heading(group, study) }}</h{{ level + 1 }}>
-<p>{{ tally(group) }}</p>
-<ol class="claims">
-{% for judged in group.judged %}
-<li>
-<p class="verdict {{ classes[judged.ours.verdict] }}">
-{{ marks[judged.ours.verdict] }} {{ judged.ours.verdict }}
-<small>by the paper's numbers: {{ judged.papers.verdict }}</small></p>
-<div><p>{{ judged.claim.sentence }}</p>
-<ul class="evidence">
-{% for line in judged.ours.evidence %}
-<li>{{ line }}</li>
-{% endfor %}
-</ul></div>
-</li>
-{% endfor %}
-</ol>
-<details>
-<summary>How claims are judged</summary>
-<ul>
-{% for rule in rules %}
-<li>{{ rule }}</li>
-{% endfor %}
-</ul>
-</details>
-{% endif %}
-{% for picture in part.pictures[group.title] if picture.late %}
-<h{{ level + 1 }}>Learning curves</h{{ level + 1 }}>
-{{ figure(picture) }}
-{% endfor %}
-{% endfor %}
-</section>
-{% endfor %}
-{% if problems %}
-<section>
-<h2>Folders that were left out</h2>
-<div class="scroll" tabindex="0" role="region" aria-label="Folders that were left out">
-<table>
-<thead><tr><th scope="col">Folder</th><th scope="col" style="text-align: left">Reason</th></tr></thead>
-<tbody>
-{% for name, reason in problems %}
-<tr><th scope="row"><code>{{ name }}</code></th><td style="text-align: left">{{ reason }}</td></tr>
-{% endfor %}
-</tbody>
-</table>
-</div>
-</section>
-{% endif %}
-</main>
-</body>
-</html>
-"""
 
 
 # ---- Markdown ----

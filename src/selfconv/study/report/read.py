@@ -12,9 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from selfconv._files import read_json
 from selfconv.models import ModelFacts, model_facts, paper_label
 from selfconv.study import paper
 from selfconv.train import RunConfig
+from selfconv.trained import TURNS
 
 PLAN, FAILED = "plan.json", "failed.json"
 NO_MATTER = ("source", "device", "checkpoint_minutes")  # options that say where and how often, not what
@@ -167,10 +169,7 @@ def _keep_distinct(found: Found) -> None:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except ValueError:
-        raise ValueError(f"{path.name}: expected JSON; got something else") from None
+    content = read_json(path)
     if not isinstance(content, dict):
         raise ValueError(f"{path.name}: expected an object; got {type(content).__name__}")
     return content
@@ -232,9 +231,7 @@ def _trial(folder: Path, name: str, place: Place | None) -> Trial:
         place = replace(place, data=data["name"])
     measured = record | (_object(path) if (path := folder / "evaluation.json").is_file() else {})
     under = measured.get("accuracy_under")
-    turns = (
-        [_number(under, turn, 0, 1) for turn in ("90°", "180°", "270°")] if isinstance(under, dict) else []
-    )
+    turns = [_number(under, turn, 0, 1) for turn in TURNS] if isinstance(under, dict) else []
     return Trial(
         name=name,
         place=place,

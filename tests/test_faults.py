@@ -39,7 +39,7 @@ from selfconv.train import (
     checkpoints,
     runs,
     train,
-    training,
+    trainer,
 )
 
 
@@ -116,10 +116,10 @@ def always(*_: Any) -> bool:
 
 
 STAGES: dict[str, Callable[[], None]] = {
-    "before anything": lambda: wrapped(training, "claim", always),
+    "before anything": lambda: wrapped(runs, "lock_run", always),
     "folder made, nothing in it": lambda: wrapped(runs, "write_json", always),
-    "options written": lambda: wrapped(training, "begin", always),
-    "data noted": lambda: wrapped(training, "begin", always, after=True),
+    "options written": lambda: wrapped(runs, "note_data", always),
+    "data noted": lambda: wrapped(runs, "note_data", always, after=True),
     "first step": lambda: wrapped(Trainer, "step", always),
     "mid-epoch": lambda: wrapped(Trainer, "step", lambda t, *_: (t.state.epoch, t.state.step) == (1, 3)),
     "epoch done, not saved": lambda: wrapped(
@@ -130,13 +130,13 @@ STAGES: dict[str, Callable[[], None]] = {
         runs.os, "replace", lambda _, to: Path(to).name.startswith("000002")
     ),
     "checkpoint in place, old ones not gone": lambda: wrapped(checkpoints, "listed", always),
-    "before the test": lambda: wrapped(training, "_finish", always),
+    "before the test": lambda: wrapped(trainer, "finish", always),
     "model written, not in place": lambda: wrapped(
         runs.os, "replace", lambda _, to: Path(to).name == "model"
     ),
-    "model in place, no record": lambda: wrapped(training, "save_model", always, after=True),
+    "model in place, no record": lambda: wrapped(trainer, "save_model", always, after=True),
     "record written": lambda: wrapped(
-        training, "write_json", lambda path, _: path.name == "record.json", after=True
+        trainer, "write_json", lambda path, _: path.name == "record.json", after=True
     ),
 }  # fmt: skip
 
@@ -229,7 +229,7 @@ def first_step_of_epoch_two(trainer: Trainer, *_: Any) -> bool:
         (runs, "write_json", always),
         (Trainer, "step", first_step_of_epoch_two),
         (checkpoints, "write", epoch_two),
-        (training, "save_model", always),
+        (trainer, "save_model", always),
     ],
     ids=["at the start", "mid-epoch", "at a checkpoint", "at the end"],
 )
@@ -319,7 +319,7 @@ def test_a_clock_that_goes_backwards(
     """The time of day falls, the other clock stands still, and later checkpoints look older: nothing asks."""
     day = iter(range(2_000_000_000, 0, -1000))
     monkeypatch.setattr(time, "time", lambda: float(next(day)))
-    monkeypatch.setattr(training.time, "monotonic", lambda: 5.0)
+    monkeypatch.setattr(trainer.time, "monotonic", lambda: 5.0)
 
     def stop(trainer: Trainer, *args: Any) -> Any:
         if (trainer.state.epoch, trainer.state.step) == (2, 1):

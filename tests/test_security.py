@@ -185,7 +185,7 @@ def test_files_too_large_to_be_options(tmp_path: Path) -> None:
         RunConfig.load(tmp_path)
     with pytest.raises(RunError, match="bytes of JSON"):
         _ = Run(tmp_path).data
-    with pytest.raises(ValueError, match="more than 1000000 bytes"):
+    with pytest.raises(ValueError, match="at most 1000000 bytes"):
         ResNet.from_pretrained(tmp_path)
 
 

@@ -44,8 +44,12 @@ def write_json(path: Path, content: object) -> None:
 def read_json(path: Path, limit: int = JSON_LIMIT) -> Any:
     """The content of a JSON file; raises ValueError if it is larger than ``limit`` bytes, or not JSON."""
     try:
-        return json.loads(read_text(path, limit))
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one too
+        text = read_text(path, limit)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: expected JSON; got something else ({error})") from None
 
 

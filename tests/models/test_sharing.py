@@ -197,7 +197,7 @@ def test_garbage_is_called_damaged(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "error", "message"),
     [
-        ("{", ValueError, "config.json: not valid JSON"),
+        ("{", ValueError, "config.json: expected JSON"),
         ("[1, 2]", ValueError, r"config.json: expected a JSON object; got \[1, 2\]"),
         ('{"depht": 29}', TypeError, "unknown option depht"),
         ('{"depth": "29"}', ValueError, "depth: expected an integer ≥ 11; got '29'"),

@@ -230,7 +230,7 @@ def test_a_signal_while_a_run_is_being_finished(
         os.kill(os.getpid(), signal.SIGTERM)
         save_model(run, model, record)
 
-    monkeypatch.setattr("selfconv.train.training.save_model", saving)
+    monkeypatch.setattr("selfconv.train.trainer.save_model", saving)
     with pytest.raises(Interrupted, match="0 of 2 runs are done") as stopped:
         reproduce(plan, tmp_path, InProcessEngine(), command="again")
     assert stopped.value.code == 128 + signal.SIGTERM
@@ -251,7 +251,7 @@ def test_failures_stop_nothing_else(
             raise MemoryError
         return train(config, *args, **options)
 
-    monkeypatch.setattr("selfconv.train.training.train", scarce)
+    monkeypatch.setattr("selfconv.train.trainer.train", scarce)
     with pytest.raises(PlanFailed, match=r"2 of 4 runs failed: .*seed-0: the loss is nan.*; .*MemoryError"):
         reproduce(plan, tmp_path, InProcessEngine(), command="again")
     assert "failed: the loss is nan" in capfd.readouterr().out

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from selfconv.train import Checkpoint, Interrupted, Run, RunError, checkpoints, train
 from selfconv.train.checkpoints import random_states, set_random_states
-from selfconv.train.runs import claim
+from selfconv.train.runs import lock_run
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_a_stop_at_any_step_changes_nothing(
 def test_a_run_killed_after_its_last_epoch_still_gets_its_record(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from selfconv.train import training
+    from selfconv.train import trainer
 
     config = tiny_config(data)
     train(config, tmp_path / "whole", quiet=True)
@@ -134,7 +134,7 @@ def test_a_run_killed_after_its_last_epoch_still_gets_its_record(
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(training, "save_model", killed)
+    monkeypatch.setattr(trainer, "save_model", killed)
     with pytest.raises(KeyboardInterrupt):
         train(config, tmp_path / "run", quiet=True)
     assert not Run.open(tmp_path / "run").finished
@@ -306,18 +306,18 @@ def test_two_processes_cannot_write_one_run(data: Path, tmp_path: Path) -> None:
     program = """
 import sys
 from pathlib import Path
-from selfconv.train.runs import Run, claim
+from selfconv.train.runs import Run, lock_run
 folder = Path(sys.argv[1])
-with claim(folder, Run(folder).config, resume=True):
+with lock_run(folder, Run(folder).config, resume=True):
     pass
 """
-    with claim(tmp_path / "run", config, resume=False):
+    with lock_run(tmp_path / "run", config, resume=False):
         rival = subprocess.run(
             [sys.executable, "-c", program, str(tmp_path / "run")], capture_output=True, text=True
         )
     assert rival.returncode == 1
     assert f"RunBusy: {tmp_path / 'run'}: another process is writing to this run" in rival.stderr
-    with claim(tmp_path / "run", config, resume=True):
+    with lock_run(tmp_path / "run", config, resume=True):
         pass
 
 

@@ -32,7 +32,7 @@ from selfconv.train import (
     paper_recipe,
     train,
 )
-from selfconv.train.trainer import parameter_groups, rate
+from selfconv.train.setup import learning_rate, parameter_groups
 from selfconv.trained import open_trained
 
 
@@ -50,7 +50,7 @@ def test_the_papers_recipe() -> None:
         epochs=100, batch_size=128, lr=0.1, schedule="step", warmup=0.0, momentum=0.9, weight_decay=1e-4,
         decay="all", label_smoothing=0.0, clip=None, ema=None, flip=True, pad=2, rotate="none", sizes=None,
     )  # fmt: skip
-    rates = [rate(recipe, epoch, 0, 351) for epoch in range(100)]
+    rates = [learning_rate(recipe, epoch, 0, 351) for epoch in range(100)]
     assert rates == pytest.approx([0.1] * 50 + [0.01] * 25 + [0.001] * 25)
 
 
@@ -60,20 +60,20 @@ def test_the_papers_recipe() -> None:
 def test_attention_models_warm_up_over_ten_epochs(model: str, epochs: int) -> None:
     recipe = paper_recipe(model)
     assert recipe.epochs == epochs
-    rates = [rate(recipe, epoch, 0, 351) for epoch in range(12)]
+    rates = [learning_rate(recipe, epoch, 0, 351) for epoch in range(12)]
     assert rates == pytest.approx([0.01 * (epoch + 1) for epoch in range(10)] + [0.1, 0.1])
 
 
 def test_the_papers_recipe_scales_with_the_epochs() -> None:
     recipe = replace(paper_recipe("resnet29_asc"), epochs=20)
-    rates = [rate(recipe, epoch, 0, 351) for epoch in range(20)]
+    rates = [learning_rate(recipe, epoch, 0, 351) for epoch in range(20)]
     assert rates == pytest.approx([0.05] + [0.1] * 9 + [0.01] * 5 + [0.001] * 5)
 
 
 @given(st.integers(1, 30), st.integers(1, 50), st.floats(0, 0.9))
 def test_the_cosine_rises_then_falls_to_zero(epochs: int, steps: int, warmup: float) -> None:
     recipe = Recipe(epochs=epochs, schedule="cosine", warmup=warmup, lr=0.3)
-    rates = [rate(recipe, epoch, step, steps) for epoch in range(epochs) for step in range(steps)]
+    rates = [learning_rate(recipe, epoch, step, steps) for epoch in range(epochs) for step in range(steps)]
     peak = rates.index(max(rates))
     assert rates[: peak + 1] == sorted(rates[: peak + 1])
     assert rates[peak:] == sorted(rates[peak:], reverse=True)

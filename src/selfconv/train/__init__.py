@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from selfconv.train.checkpoints import Checkpoint, load_last
     from selfconv.train.progress import Watch
     from selfconv.train.runs import Run, open_data
+    from selfconv.train.setup import build_model, make_accelerator
     from selfconv.train.signals import StopSignals
-    from selfconv.train.trainer import MetricTotals, Trainer, build_model
-    from selfconv.train.training import make_accelerator, train
+    from selfconv.train.trainer import MetricTotals, Trainer, train
 else:
     __getattr__, __dir__ = lazy(
         __name__,
@@ -38,8 +38,8 @@ else:
         progress=["Watch"],
         runs=["Run", "open_data"],
         signals=["StopSignals"],
-        trainer=["MetricTotals", "Trainer", "build_model"],
-        training=["make_accelerator", "train"],
+        setup=["build_model", "make_accelerator"],
+        trainer=["MetricTotals", "Trainer", "train"],
     )
 
 __all__ = [

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor, nn
+
+T = TypeVar("T")
+
+
+def broadcast_object(value: T) -> T:
+    """The first process' value, in all of them."""
+    from accelerate.utils import broadcast_object_list
+
+    return broadcast_object_list([value])[0]
 
 
 class _SyncedBatchNorm(nn.BatchNorm2d):

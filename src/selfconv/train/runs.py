@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,10 +23,15 @@ from filelock import FileLock, Timeout
 
 from selfconv._files import read_json, sync_folder, write_json
 from selfconv.data import DataInfo, load_data
+from selfconv.train import checkpoints
+from selfconv.train.checkpoints import Checkpoint
 from selfconv.train.config import RunConfig, differences
+from selfconv.train.distributed import broadcast_object
 from selfconv.train.errors import RunBusy, RunError
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+
     from selfconv.data import Dataset
     from selfconv.models import ResNet
 
@@ -104,7 +109,7 @@ def open_data(config: RunConfig, *, download: bool = True) -> Dataset:
 
 
 @contextmanager
-def claim(folder: Path, config: RunConfig, *, resume: bool) -> Iterator[Run]:
+def lock_run(folder: Path, config: RunConfig, *, resume: bool) -> Iterator[Run]:
     """The folder for a run to write to, for as long as the context lasts.
 
     Raises:
@@ -136,7 +141,7 @@ def claim(folder: Path, config: RunConfig, *, resume: bool) -> Iterator[Run]:
         lock.release()
 
 
-def begin(run: Run, data: Dataset) -> DataInfo:
+def note_data(run: Run, data: Dataset) -> DataInfo:
     """Notes what a run is trained on; if that was noted before, it must be the same."""
     info = DataInfo.of(data)
     if (run.folder / "data.json").is_file():
@@ -145,6 +150,34 @@ def begin(run: Run, data: Dataset) -> DataInfo:
     else:
         write_json(run.folder / "data.json", asdict(info))
     return info
+
+
+@contextmanager
+def open_or_resume(
+    accelerator: Accelerator, out: Path, config: RunConfig, data: Dataset, resume: bool
+) -> Iterator[tuple[Run, dict[str, Any] | None, Checkpoint | None]]:
+    """The run's folder, its record if it has finished, and its last checkpoint.
+
+    Only the first process touches the folder, which the others need not see, and all fail if it does.
+    """
+    run = Run(out)
+    error: Exception | None = None
+    record, checkpoint = None, None
+    with ExitStack() as stack:
+        if accelerator.is_main_process:
+            try:
+                stack.enter_context(lock_run(out, config, resume=resume))
+                note_data(run, data)
+                if run.finished:
+                    record = run.record
+                else:
+                    checkpoint = checkpoints.load_last(run.checkpoints)
+            except (ValueError, OSError) as problem:
+                error = problem
+        error, record, checkpoint = broadcast_object((error, record, checkpoint))
+        if error is not None:
+            raise error if accelerator.is_main_process else SystemExit(2)  # one of them says it
+        yield run, record, checkpoint
 
 
 def save_model(run: Run, model: ResNet, record: dict[str, Any]) -> None:

@@ -1,31 +1,100 @@
-"""A network in training: everything that a step changes, and how it is saved and restored."""
+"""Training a network: a step, an epoch, a run; from wherever the run stands to its record.
+
+On Hugging Face accelerate, which knows of devices, processes, mixed precision and gradient accumulation. The
+images lie in memory, and what a batch holds follows from (seed, epoch, step), so the loop has no data loader.
+"""
 
 from __future__ import annotations
 
-import copy
 import math
+import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor
 
-from selfconv.data import Augment, Batches, DataInfo, Dataset
-from selfconv.models import ResNet, create_model
+from selfconv._files import write_json
+from selfconv._memory import keep_memory
+from selfconv._text import escape_for_terminal, format_duration
+from selfconv.data import Batches, DataInfo, Dataset
+from selfconv.models import ResNet, count_parameters
 from selfconv.train import checkpoints
 from selfconv.train.checkpoints import Checkpoint
-from selfconv.train.config import Recipe, RunConfig
-from selfconv.train.distributed import sync_batch_norm
+from selfconv.train.config import RunConfig
+from selfconv.train.distributed import broadcast_object, sync_batch_norm
+from selfconv.train.environment import environment
+from selfconv.train.errors import Diverged, Interrupted, OutOfMemory, RunStopped, is_out_of_memory
+from selfconv.train.progress import Journal, Progress, Watch
+from selfconv.train.runs import Run, open_data, open_or_resume, save_model
+from selfconv.train.setup import augmentation, build_model, learning_rate, make_accelerator, make_optimizer
+from selfconv.train.signals import StopSignals
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 EVALUATION_BATCH = 256
+
+
+def train(
+    config: RunConfig,
+    out: str | Path,
+    *,
+    resume: bool = False,
+    quiet: bool = False,
+    watch: Watch | None = None,
+    stop: StopSignals | None = None,
+) -> dict[str, Any]:
+    """Trains a network and returns the record of the run, whose folder is ``out``.
+
+    Args:
+        resume: go on with the run in that folder, from its last checkpoint; begin it if there is none.
+        quiet: print nothing.
+        watch: called after each step with the share of the run that is done and a line on how it goes.
+        stop: signals that are being noted already; by default they are for as long as this takes.
+
+    Raises:
+        ValueError: the model, the data or the folder cannot be used; nothing has been written then.
+        Interrupted: SIGINT or SIGTERM came; everything is saved.
+        Diverged: the loss is not a number; the last good weights are in the last checkpoint.
+    """
+    keep_memory()
+    accelerator = make_accelerator(config.engine)
+    config = broadcast_object(config)
+    data = open_data(config)
+    trainer = Trainer(config, data, accelerator)
+    total = config.recipe.epochs * len(trainer.batches)
+    visible = accelerator.is_main_process and not quiet
+    with open_or_resume(accelerator, Path(out), config, data, resume) as (run, record, checkpoint):
+        if record is not None:
+            if visible:
+                folder, accuracy = escape_for_terminal(run.folder), record["test_accuracy"]
+                print(f"{folder}: has finished already, with test accuracy {accuracy:.2%}")
+            return record
+        if checkpoint is not None:
+            trainer.restore(checkpoint)
+        noted = StopSignals() if stop is None else nullcontext(stop)
+        with noted as stop, Progress(total, visible=visible, watch=watch) as progress:
+            progress.say(f"{config.model.name}, {count_parameters(trainer.network):,} parameters; {data}")
+            place = "" if checkpoint is None else f"from epoch {trainer.state.epoch + 1} on, "
+            progress.say(f"{place}into {run.folder}")
+            try:
+                trainer.fit(run, stop, progress)
+                record = finish(trainer, run, data, progress)
+            except RunStopped as stopped:
+                raise stopped if accelerator.is_main_process else SystemExit(stopped.code) from None
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise _out_of_memory(trainer, run) from error
+    if accelerator.num_processes > 1:
+        accelerator.end_training()
+    return record
 
 
 @dataclass
@@ -57,60 +126,22 @@ class State:
     history: list[dict[str, Any]] = field(default_factory=list)
 
 
-def rate(recipe: Recipe, epoch: int, step: int, steps: int) -> float:
-    """The learning rate of a step: a function of where it stands, so that there is nothing to save.
-
-    ``"step"`` changes it once an epoch, as the paper does, ``"cosine"`` at every step.
-    """
-    if recipe.schedule == "step":
-        warmup = round(recipe.warmup * recipe.epochs)
-        rise = min(1.0, (epoch + 1) / warmup) if warmup else 1.0
-        return recipe.lr * rise * 0.1 ** sum(epoch >= share * recipe.epochs for share in (0.5, 0.75))
-    done = (epoch * steps + step + 0.5) / (recipe.epochs * steps)  # its middle: no step has a rate of 0
-    if done < recipe.warmup:
-        return recipe.lr * done / recipe.warmup
-    return recipe.lr * 0.5 * (1 + math.cos(math.pi * (done - recipe.warmup) / (1 - recipe.warmup)))
-
-
-def parameter_groups(network: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
-    """The parameters for an optimizer, those that decay first."""
-    decays: list[nn.Parameter] = []
-    rests: list[nn.Parameter] = []
-    for module in network.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            is_map = name in ("weight", "w_in", "w_out") and not isinstance(module, _BatchNorm)
-            (decays if recipe.decay == "all" or is_map else rests).append(parameter)
-    groups: list[dict[str, Any]] = [{"params": decays, "weight_decay": recipe.weight_decay}]
-    return groups + [{"params": rests, "weight_decay": 0.0}] * bool(rests)
-
-
-def build_model(config: RunConfig, info: DataInfo) -> ResNet:
-    """The network of a run, from the current random state; raises ValueError if it cannot take the images."""
-    model = create_model(
-        config.model.name, len(info.class_names), info.in_channels, **config.model.overrides()
-    )
-    shapeless = copy.deepcopy(model).to("meta").eval()
-    with torch.no_grad():
-        for size in {info.size, *(config.recipe.sizes or ())}:
-            shapeless(torch.empty(1, info.in_channels, size, size, device="meta"))
-    return model
-
-
 class Trainer:
-    """A network in training: its weights, their optimizer and running mean, and the batches they see."""
+    """A network in training: its weights, their optimizer and running mean, and the batches they see.
+
+    ``step`` trains on one batch, ``fit`` on all epochs that are left; ``checkpoint`` and ``restore`` are all
+    that it takes to stop in between.
+    """
 
     def __init__(self, config: RunConfig, data: Dataset, accelerator: Accelerator) -> None:
         recipe, engine = config.recipe, config.engine
-        self.recipe, self.accelerator = recipe, accelerator
+        self.config, self.recipe, self.accelerator = config, recipe, accelerator
         self.state = State()
         torch.manual_seed(config.seed)
         self.network = build_model(config, DataInfo.of(data)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if accelerator.num_processes > 1 and engine.sync_batch_norm:
             sync_batch_norm(self.network)
-        optimizer = torch.optim.SGD(
-            parameter_groups(self.network, recipe), lr=recipe.lr, momentum=recipe.momentum, nesterov=True
-        )
-        self.model, self.optimizer = accelerator.prepare(self.network, optimizer)
+        self.model, self.optimizer = accelerator.prepare(self.network, make_optimizer(self.network, recipe))
         self.mean_weights = self._weights(copied=True) if recipe.ema is not None else {}
         self.batches = self._batches(
             data, "train", recipe.batch_size, shuffle=True, seed=config.seed, augment=augmentation(recipe)
@@ -138,7 +169,7 @@ class Trainer:
         self.model.train()
         sums = torch.zeros(3, device=images.device)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate(self.recipe, self.state.epoch, self.state.step, len(self.batches))
+            group["lr"] = learning_rate(self.recipe, self.state.epoch, self.state.step, len(self.batches))
         for x, y in zip(images.split(self.part), labels.split(self.part), strict=True):
             with self.accelerator.accumulate(self.model):
                 with self.accelerator.autocast():
@@ -149,7 +180,7 @@ class Trainer:
                     self.accelerator.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-            sums += _sums(loss.detach() * len(y), output, y)
+            sums += _totals(loss.detach() * len(y), output, y)
         self._move_mean()
         self.state.step += 1
         return sums
@@ -168,6 +199,86 @@ class Trainer:
             else:
                 mean.copy_(value)
 
+    # ---- all epochs ----
+
+    def fit(self, run: Run, stop: StopSignals, progress: Progress) -> None:
+        """Trains from wherever the state stands to the last epoch, and saves it on the way.
+
+        Raises:
+            Interrupted: a signal came to one of the processes; everything is saved.
+            Diverged: the loss is not a number.
+        """
+        state, main = self.state, self.accelerator.is_main_process
+        journal = Journal(run.folder, state.history) if main else None
+        while state.epoch < self.recipe.epochs:
+            self._train_epoch(run, stop, progress)
+            metrics = self._epoch_metrics(run)
+            state.history.append(metrics)
+            state.epoch, state.step, state.sums, state.seconds = state.epoch + 1, 0, MetricTotals(), 0.0
+            if journal is not None:
+                journal.epoch(metrics)
+            self._save(run)
+            progress.epoch(metrics, self.recipe.epochs)
+        if journal is not None:
+            journal.close()
+
+    def _train_epoch(self, run: Run, stop: StopSignals, progress: Progress) -> None:
+        """The steps that are left of an epoch."""
+        state, steps, device = self.state, len(self.batches), self.accelerator.device
+        # on a GPU, looking at a result waits for it; all processes must look at the same steps
+        every = 1 if device.type == "cpu" else 10
+        began, seconds_before, saved = time.monotonic(), state.seconds, time.monotonic()
+        pending = torch.zeros(3, device=device)  # totals of the steps that nobody has looked at yet
+        size = self.recipe.size_in(state.epoch)
+        for images, labels in self.batches.epoch(state.epoch, state.step, size=size):
+            pending += self.step(images, labels)
+            if state.step % every and state.step < steps:
+                continue
+            signals = torch.tensor([float(stop.number)], device=device)
+            *totals, signal = self.accelerator.reduce(torch.cat([pending, signals]), "sum").tolist()
+            pending.zero_()
+            state.sums.add(totals)
+            elapsed = max(time.monotonic() - began, 1e-9)  # of a clock that ticks seldom
+            state.seconds = seconds_before + elapsed
+            _check_finite(state.sums.means[0], state, run)
+            progress.step(state.epoch * steps + state.step, self._line())
+            if signal:
+                self._save(run)
+                raise _interruption(state, run, stop.number or int(signal))
+            due = time.monotonic() - saved > 60 * self.config.engine.checkpoint_minutes
+            if due and state.step < steps:
+                self._save(run)
+                saved = time.monotonic()
+
+    def _line(self) -> str:
+        """How it goes, for a progress bar."""
+        state, (loss, accuracy) = self.state, self.state.sums.means
+        return (
+            f"epoch {state.epoch + 1}/{self.recipe.epochs}  loss {loss:.3f}  accuracy {accuracy:.1%}  "
+            f"{state.sums.images / state.seconds:.0f} images/s"
+        )
+
+    def _epoch_metrics(self, run: Run) -> dict[str, Any]:
+        """What ``metrics.jsonl`` says about the epoch whose steps are done."""
+        state = self.state
+        val = self.evaluate(self.val) if len(self.val.split) else None
+        _check_finite(val.loss if val is not None else 0.0, state, run)
+        loss, accuracy = state.sums.means
+        return {
+            "epoch": state.epoch + 1,
+            "lr": self.optimizer.param_groups[0]["lr"],
+            "train_loss": loss,
+            "train_accuracy": accuracy,
+            "val_loss": val.means[0] if val is not None else None,
+            "val_accuracy": val.means[1] if val is not None else None,
+            "seconds": state.seconds,
+            "images_per_second": state.sums.images / state.seconds,
+        }
+
+    def _save(self, run: Run) -> None:
+        if self.accelerator.is_main_process:
+            checkpoints.write(run.checkpoints, self.checkpoint())
+
     # ---- evaluation ----
 
     @torch.no_grad()
@@ -181,7 +292,7 @@ class Trainer:
                     with self.accelerator.autocast():
                         output = self.network(images)
                     loss = F.cross_entropy(output.float(), labels, reduction="sum")
-                    sums += _sums(loss, output, labels)
+                    sums += _totals(loss, output, labels)
         total = MetricTotals()
         total.add(self.accelerator.reduce(sums, "sum").tolist())
         return total
@@ -252,10 +363,71 @@ class Trainer:
         checkpoints.set_random_states(checkpoint.tensors("random"))
 
 
-def _sums(loss: Tensor, output: Tensor, labels: Tensor) -> Tensor:
+def _totals(loss: Tensor, output: Tensor, labels: Tensor) -> Tensor:
     correct = (output.argmax(1) == labels).sum()
     return torch.stack([loss.float(), correct.float(), torch.full_like(loss, len(labels))])
 
 
-def augmentation(recipe: Recipe) -> Augment:
-    return Augment(flip=recipe.flip, pad=recipe.pad, rotate=recipe.rotate)
+def finish(trainer: Trainer, run: Run, data: Dataset, progress: Progress) -> dict[str, Any]:
+    """Tests the network, and writes the model's files and the record, which it returns."""
+    config = trainer.config
+    test, history = trainer.evaluate(trainer.test), trainer.state.history
+    model, accelerator = trainer.finish(), trainer.accelerator
+    _check_finite(test.loss, trainer.state, run)
+    last = history[-1]
+    best = max(
+        (h for h in history if h["val_accuracy"] is not None), key=lambda h: h["val_accuracy"], default=None
+    )
+    seconds = sum(h["seconds"] for h in history)
+    record = {
+        "model": config.model.name,
+        "parameters": count_parameters(model),
+        "model_config": model.config,
+        "data": asdict(DataInfo.of(data)),
+        "config": config.to_json(),
+        "seed": config.seed,
+        "processes": accelerator.num_processes,
+        "epochs": len(history),
+        "train_loss": last["train_loss"],
+        "train_accuracy": last["train_accuracy"],
+        "val_accuracy": last["val_accuracy"],
+        "best_val_accuracy": best and {"epoch": best["epoch"], "accuracy": best["val_accuracy"]},
+        "test_loss": test.means[0],
+        "test_accuracy": test.means[1],
+        "train_seconds": seconds,
+        "images_per_second": sum(h["seconds"] * h["images_per_second"] for h in history) / seconds,
+        **environment(accelerator.device),
+    }
+    if accelerator.is_main_process:
+        save_model(run, model, record)
+        write_json(run.folder / "record.json", record)
+    progress.say(
+        f"test accuracy {record['test_accuracy']:.2%} after {len(history)} epochs, "
+        f"{format_duration(seconds)} of training; in {run.folder}"
+    )
+    return record
+
+
+def _check_finite(loss: float, state: State, run: Run) -> None:
+    if not math.isfinite(loss):
+        raise Diverged(
+            f"the loss is {loss} in epoch {state.epoch + 1}, step {state.step}; the last good weights are in "
+            f"{run.checkpoints}; a lower --lr or --clip 1 may help"
+        )
+
+
+def _out_of_memory(trainer: Trainer, run: Run) -> OutOfMemory:
+    state, parts = trainer.state, 2 * trainer.batches.batch_size // trainer.part
+    return OutOfMemory(
+        f"out of memory in epoch {state.epoch + 1}, step {state.step + 1}, with {trainer.part} images at a "
+        f"time; --accumulate {parts} takes half as many and learns the same but for batch norm, and a lower "
+        f"--batch-size or --image-size needs less too; the checkpoints in {run.checkpoints} are kept"
+    )
+
+
+def _interruption(state: State, run: Run, number: int) -> Interrupted:
+    return Interrupted(
+        f"stopped and saved after epoch {state.epoch}, step {state.step}; "
+        f"go on with: selfconv train --out {run.folder} --resume",
+        number,
+    )

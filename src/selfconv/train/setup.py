@@ -1,0 +1,84 @@
+"""What a config asks for: the accelerator, the network, its optimizer and learning rate, its augmentation."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from selfconv._extras import require
+from selfconv.data import Augment, DataInfo
+from selfconv.models import ResNet, create_model
+from selfconv.train.config import Engine, Recipe, RunConfig
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+def make_accelerator(engine: Engine) -> Accelerator:
+    """Hugging Face's object that knows of devices, processes, mixed precision and accumulation."""
+    require("training", "accelerate", "tensorboard")  # before anything is written
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    cpu = engine.device == "cpu" or not torch.accelerator.is_available()
+    if cpu and engine.precision == "fp16":  # accelerate would train in full precision, and say nothing
+        raise ValueError("precision: fp16 needs a GPU; on a CPU expected no or bf16")
+    AcceleratorState._reset_state()  # another run in this process may have had another precision
+    return Accelerator(
+        cpu=cpu,
+        mixed_precision=engine.precision,
+        gradient_accumulation_steps=engine.accumulate,
+    )
+
+
+def build_model(config: RunConfig, info: DataInfo) -> ResNet:
+    """The network of a run, from the current random state; raises ValueError if it cannot take the images."""
+    model = create_model(
+        config.model.name, len(info.class_names), info.in_channels, **config.model.overrides()
+    )
+    shapeless = copy.deepcopy(model).to("meta").eval()
+    with torch.no_grad():
+        for size in {info.size, *(config.recipe.sizes or ())}:
+            shapeless(torch.empty(1, info.in_channels, size, size, device="meta"))
+    return model
+
+
+def make_optimizer(network: nn.Module, recipe: Recipe) -> torch.optim.SGD:
+    groups = parameter_groups(network, recipe)
+    return torch.optim.SGD(groups, lr=recipe.lr, momentum=recipe.momentum, nesterov=True)
+
+
+def parameter_groups(network: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
+    """The parameters for an optimizer, those that decay first."""
+    decays: list[nn.Parameter] = []
+    rests: list[nn.Parameter] = []
+    for module in network.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            is_map = name in ("weight", "w_in", "w_out") and not isinstance(module, _BatchNorm)
+            (decays if recipe.decay == "all" or is_map else rests).append(parameter)
+    groups: list[dict[str, Any]] = [{"params": decays, "weight_decay": recipe.weight_decay}]
+    return groups + [{"params": rests, "weight_decay": 0.0}] * bool(rests)
+
+
+def learning_rate(recipe: Recipe, epoch: int, step: int, steps: int) -> float:
+    """The learning rate of a step: a function of where it stands, so that there is nothing to save.
+
+    ``"step"`` changes it once an epoch, as the paper does, ``"cosine"`` at every step.
+    """
+    if recipe.schedule == "step":
+        warmup = round(recipe.warmup * recipe.epochs)
+        rise = min(1.0, (epoch + 1) / warmup) if warmup else 1.0
+        return recipe.lr * rise * 0.1 ** sum(epoch >= share * recipe.epochs for share in (0.5, 0.75))
+    done = (epoch * steps + step + 0.5) / (recipe.epochs * steps)  # its middle: no step has a rate of 0
+    if done < recipe.warmup:
+        return recipe.lr * done / recipe.warmup
+    return recipe.lr * 0.5 * (1 + math.cos(math.pi * (done - recipe.warmup) / (1 - recipe.warmup)))
+
+
+def augmentation(recipe: Recipe) -> Augment:
+    return Augment(flip=recipe.flip, pad=recipe.pad, rotate=recipe.rotate)

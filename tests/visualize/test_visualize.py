@@ -49,8 +49,7 @@ def network(kind: int, group: str, kernel_size: int, stride: int) -> nn.Sequenti
 
 def reference_alpha(layer: LocalAttention2d, features: Tensor, pixel: tuple[int, int], p: int) -> Tensor:
     """α of the paper's equations, [heads, k, k]."""
-    packed, channels = layer.project(features)
-    query, key = (t[0] if t.dim() == 5 else t[0].unsqueeze(1) for t in packed.split(list(channels), 1)[:2])
+    query, key = (t[0] if t.dim() == 5 else t[0].unsqueeze(1) for t in layer.query_key_value(features)[:2])
     filters = layer_filters(layer)
     alpha = reference.group_score(
         query, key, filters.psi_k, filters.beta_k, layer.group, p, pixel, layer.num_heads, layer.scale

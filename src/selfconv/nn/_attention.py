@@ -10,7 +10,13 @@ from torch import Tensor, nn
 
 from selfconv.groups import Group, get_group
 from selfconv.nn._layout import avg_pool, check_features, group_conv
-from selfconv.ops import affine_self_conv, affine_self_conv_packed, check_backend, check_heads
+from selfconv.ops import (
+    affine_self_conv,
+    affine_self_conv_packed,
+    check_backend,
+    check_heads,
+    split_packed,
+)
 
 PsiKind = Literal["channel", "dense"]
 AffineKind = Literal["both", "psi", "beta"]
@@ -19,7 +25,7 @@ AffineParameters = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | N
 
 class LocalAttention2d(nn.Module):
     """What the attention layers share: 1×1 maps in and out, heads, pooling for stride. Subclasses say which
-    maps there are (``_projection``) and which affine parameters (``affine_parameters``)."""
+    maps there are (``projection``) and which affine parameters (``affine_parameters``)."""
 
     psi: PsiKind = "channel"
     affine: AffineKind = "both"
@@ -111,30 +117,44 @@ class LocalAttention2d(nn.Module):
         """ψ^K, β^K, ψ^V, β^V as ``selfconv.ops.affine_self_conv`` takes them."""
 
     @abstractmethod
-    def _projection(self) -> tuple[Tensor, Tensor | None, tuple[int, ...]]:
-        """The fused 1×1 map: its filters [C, in, |H|], its bias, and how its output splits into Q, K, V."""
+    def projection(self) -> tuple[Tensor, Tensor | None]:
+        """The 1×1 map that makes A^Q[Q], K and V: its filters [C, in, |H|] and bias."""
+
+    @property
+    def packed_channels(self) -> tuple[int, ...]:
+        """How many channels of what ``project`` returns are query, key and value."""
+        return self.key_channels, self.key_channels, self.out_channels
 
     def _maps(self) -> Tensor:
         return self.w_in.reshape(len(self.w_in), self.in_channels, len(self.group))
 
-    def project(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """A^Q[Q], K and V of the features x side by side, by one convolution; and the channels of each."""
-        check_features(type(self).__name__, x, self.in_channels, self.group)
-        filters, bias, channels = self._projection()
-        return group_conv(x, self.group.steer(filters[..., None, None]), bias, self.group), channels
-
     def forward(self, x: Tensor) -> Tensor:
-        out = affine_self_conv_packed(
-            *self.project(x),
-            *self.affine_parameters(),
-            num_heads=self.num_heads,
-            scale=self.scale,
-            group=self.group,
-            kernel_size=self.kernel_size,
-            backend=self.backend,
-        )
-        # the output map is pointwise, so pooling commutes with it: the cheap order
-        return group_conv(avg_pool(out, self.stride), self.steered_output(), self.b_out, self.group)
+        """The class docstring's equations, line by line; on z2 without the axes R and P."""
+        query_key_value = self.project(x)  # A^Q[Q], K, V: [N, C_k + C_k + C_v, R, h, w]
+        values = self.attend(query_key_value)  # Σ_y α A^V[V]: [N, C_v, P, h, w]
+        return self.output_map(values)  # W^O ⋆ values: [N, out, P, h / stride, w / stride]
+
+    def query_key_value(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A^Q[Q], K and V of the features x."""
+        return split_packed(self.project(x), self.packed_channels)
+
+    def project(self, x: Tensor) -> Tensor:
+        """A^Q[Q], K and V of the features x one behind the other along the channels, by one convolution."""
+        check_features(type(self).__name__, x, self.in_channels, self.group)
+        filters, bias = self.projection()
+        return group_conv(x, self.group.steer(filters[..., None, None]), bias, self.group)
+
+    def attend(self, packed: Tensor) -> Tensor:
+        """Σ_y α((P,x), (P,y)) A^V_(P,x)[V](y) of what ``project`` returns."""
+        return affine_self_conv_packed(
+            packed, self.packed_channels, *self.affine_parameters(),
+            num_heads=self.num_heads, scale=self.scale, group=self.group,
+            kernel_size=self.kernel_size, backend=self.backend,
+        )  # fmt: skip
+
+    def output_map(self, values: Tensor) -> Tensor:
+        """W^O ⋆ values, after averaging stride×stride cells: it commutes with a 1×1 map, and is cheap."""
+        return group_conv(avg_pool(values, self.stride), self.steered_output(), self.b_out, self.group)
 
     def steered_output(self) -> Tensor:
         """W^O as every element P of the group sees it: [out, out, P, R, 1, 1]."""
@@ -142,20 +162,15 @@ class LocalAttention2d(nn.Module):
 
     def attention_weights(self, x: Tensor) -> Tensor:
         """α for features x: ``[N, num_heads, k, k, h, w]``, or ``[N, num_heads, |H|, k, k, h, w]``."""
-        packed, channels = self.project(x)
-        query, key, *value = packed.split(list(channels), 1)
-        _, alpha = affine_self_conv(
-            query,
-            key,
-            value[0] if value else key,
-            *self.affine_parameters(),
-            num_heads=self.num_heads,
-            scale=self.scale,
-            group=self.group,
-            kernel_size=self.kernel_size,
-            return_attention=True,
-        )
-        return alpha
+        return self.attend_with_weights(*self.query_key_value(x))[1]
+
+    def attend_with_weights(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """What ``attend`` returns, and α with it."""
+        return affine_self_conv(
+            query, key, value, *self.affine_parameters(),
+            num_heads=self.num_heads, scale=self.scale, group=self.group,
+            kernel_size=self.kernel_size, return_attention=True,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         parts = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"]
@@ -274,7 +289,7 @@ class AffineSelfConv2d(LocalAttention2d):
     def affine_parameters(self) -> AffineParameters:
         return self._op_psi(self.psi_k), self.beta_k, self._op_psi(self.psi_v), self.beta_v
 
-    def _projection(self) -> tuple[Tensor, Tensor | None, tuple[int, ...]]:
+    def projection(self) -> tuple[Tensor, Tensor | None]:
         c_k = self.key_channels
         w, b = self._maps(), self.b_in
         psi_q = self.psi_q
@@ -282,7 +297,7 @@ class AffineSelfConv2d(LocalAttention2d):
             psi_q = psi_q.unflatten(1, (c_k, -1))
         w_q, b_q = mapped_query(w[:c_k], None if b is None else b[:c_k], psi_q, self.beta_q, self.group)
         rest = w.new_zeros(len(w) - c_k) if b is None else b[c_k:]
-        return torch.cat([w_q, w[c_k:]]), torch.cat([b_q, rest]), (c_k, c_k, self.out_channels)
+        return torch.cat([w_q, w[c_k:]]), torch.cat([b_q, rest])
 
 
 class SimpleAffineSelfConv2d(LocalAttention2d):
@@ -332,13 +347,17 @@ class SimpleAffineSelfConv2d(LocalAttention2d):
         psi = self._op_psi(self.psi_kv)
         return psi, self.beta_kv, psi, self.beta_kv
 
-    def _projection(self) -> tuple[Tensor, Tensor | None, tuple[int, ...]]:
+    def projection(self) -> tuple[Tensor, Tensor | None]:
         c, middle = self.out_channels, self.kernel_size // 2
         centre = self.psi_kv[..., middle, middle]
         psi_q = centre.reshape(c, *((c,) if self.psi == "dense" else ()), len(self.group))
         w, b = self._maps(), self.b_in
         w_q, b_q = mapped_query(w, b, psi_q, self.beta_kv[:, middle, middle], self.group)
-        return torch.cat([w_q, w]), torch.cat([b_q, b_q.new_zeros(c) if b is None else b]), (c, c)
+        return torch.cat([w_q, w]), torch.cat([b_q, b_q.new_zeros(c) if b is None else b])
+
+    @property
+    def packed_channels(self) -> tuple[int, ...]:
+        return self.out_channels, self.out_channels  # F is both key and value
 
 
 class StandAloneSelfAttention2d(LocalAttention2d):
@@ -394,8 +413,8 @@ class StandAloneSelfAttention2d(LocalAttention2d):
         halves = [rows[..., :, None].expand(-1, -1, k, k), columns[..., None, :].expand(-1, -1, k, k)]
         return None, torch.stack(halves, 1).flatten(0, 2), None, None
 
-    def _projection(self) -> tuple[Tensor, Tensor | None, tuple[int, ...]]:
-        return self._maps(), self.b_in, (self.key_channels, self.key_channels, self.out_channels)
+    def projection(self) -> tuple[Tensor, Tensor | None]:
+        return self._maps(), self.b_in
 
 
 def set_backend(module: nn.Module, backend: str | None) -> nn.Module:

@@ -20,7 +20,7 @@ from selfconv.nn._attention import (
 )
 from selfconv.nn._conv import GroupConv2d, LiftingConv2d
 from selfconv.nn._layout import avg_pool, check_features, fold_bias, fold_filters
-from selfconv.ops import attend, cast
+from selfconv.ops import attend, cast, split_packed
 
 CONVOLUTIONS = (LiftingConv2d, GroupConv2d)
 ATTENTION = (AffineSelfConv2d, SimpleAffineSelfConv2d, StandAloneSelfAttention2d)
@@ -101,7 +101,8 @@ class FixedAttention2d(nn.Module):
         super().__init__()
         group = self.group = layer.group
         self.kernel_size, self.num_heads, self.scale = layer.kernel_size, layer.num_heads, layer.scale
-        filters, bias, self.channels = layer._projection()
+        filters, bias = layer.projection()
+        self.channels = layer.packed_channels
         self.project = FixedConv2d(group.steer(filters[..., None, None]), bias, group)
         # half precision is computed in float32, as everywhere
         self.dtype = torch.promote_types(filters.dtype, torch.float32)
@@ -120,8 +121,7 @@ class FixedAttention2d(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         maps = self.project(x)
         maps = cast(maps.unsqueeze(2) if len(self.group) == 1 else maps, self.dtype)  # [N, C, R, h, w]
-        query, key, *value = maps.split(list(self.channels), 1)
         filters = (self.psi_k, self.beta_k, self.psi_v, self.beta_v)
-        features = (query, key, value[0] if value else key)
+        features = split_packed(maps, self.channels)
         out, _ = attend(*features, filters, self.kernel_size, self.num_heads, self.scale)
         return self.output(cast(out.squeeze(2) if len(self.group) == 1 else out, x.dtype))

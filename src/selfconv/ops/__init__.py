@@ -26,6 +26,7 @@ __all__ = [
     "check_backend",
     "check_heads",
     "explain",
+    "split_packed",
 ]
 
 
@@ -122,12 +123,17 @@ def affine_self_conv_packed(
             the second half is both key and value.
         channels: (C_k, C_k, C_v), or (C_k, C_k).
     """
-    parts = packed.split(list(channels), 1)
     call = check_call(
-        parts[0], parts[1], parts[-1], psi_k, beta_k, psi_v, beta_v,
+        *split_packed(packed, channels), psi_k, beta_k, psi_v, beta_v,
         kernel_size=kernel_size, num_heads=num_heads, scale=scale, group=group,
     )  # fmt: skip
     return _run(replace(call, packed=packed.unsqueeze(2) if len(call.group) == 1 else packed), backend)
+
+
+def split_packed(packed: Tensor, channels: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value of a packed tensor, as ``affine_self_conv_packed`` describes it: views."""
+    parts = packed.split(list(channels), 1)
+    return parts[0], parts[1], parts[-1]
 
 
 def _run(call: Call, backend: str | None) -> Tensor:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from selfconv.groups import Group
 from selfconv.nn import LocalAttention2d
-from selfconv.ops import affine_self_conv
 from selfconv.visualize._trace import trace
 
 Pixel = tuple[int, int]  # row, column
@@ -158,14 +157,8 @@ class Inspection:
     def _operation(self, info: LayerInfo) -> _Operation:
         if info.name not in self._operations:
             layer = info.layer
-            packed, channels = layer.project(self._inputs[info.name])
-            parts = packed.split(list(channels), 1)
-            features = (parts[0], parts[1], parts[-1])
-            output, alpha = affine_self_conv(
-                *features, *layer.affine_parameters(),
-                num_heads=layer.num_heads, scale=layer.scale, group=layer.group,
-                kernel_size=layer.kernel_size, return_attention=True,
-            )  # fmt: skip
+            features = layer.query_key_value(self._inputs[info.name])
+            output, alpha = layer.attend_with_weights(*features)
             query, key, value, output, alpha = (  # with the axis of the group, as everywhere here
                 t[0].unsqueeze(1) if len(layer.group) == 1 else t[0] for t in (*features, output, alpha)
             )

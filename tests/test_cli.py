@@ -21,7 +21,7 @@ from selfconv.train import Run
 from selfconv.trained import evaluate_model, open_trained
 
 
-def test_a_reader_that_has_seen_enough() -> None:
+def test_broken_pipe() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     run = subprocess.run(

@@ -343,7 +343,7 @@ def test_compiled_code_is_kept_on_disk(tmp_path: Path) -> None:
 import sys
 from selfconv.ops import _native, _numba_kernels as kernels
 for change in map(int, sys.argv[1:]):
-    kernels.EDITION = _native.EDITION + change
+    kernels.KERNEL_HASH = _native.KERNEL_HASH + change
     kernels.forward_worker.cache_clear()
     print(kernels.forward_worker("float32", 1).cache_hits)
 """

@@ -1,12 +1,12 @@
 """``selfconv bench``: how fast the operation and the networks are, beside what they stand in for.
 
-Nothing is timed before it agrees with the reference. Times are the least of many turns in one interleaved
-run, so that ratios hold on a noisy machine; memory is what torch's allocator held at its height.
+Nothing is timed before it agrees with the reference. Each time is the minimum over interleaved repetitions,
+so that ratios hold on a noisy machine; memory is the maximum that torch's allocator held.
 
-The operation is timed in a process as Python starts it, where glibc returns large blocks to the system when
-they are freed, and whoever takes hundreds of megabytes pays for every page of them anew. Attention that
-unfolds loses most of its time so. The stages of the network are therefore timed once more with freed memory
-kept, which is how ``selfconv train`` runs, and how networks are timed.
+The operation is timed in a plain Python process, where glibc returns large freed blocks to the system and
+every new block is mapped and zeroed again, page by page: most of the cost of attention that unfolds. The
+stages of the network are therefore timed a second time with a caching allocator (freed memory is not returned
+to the system), which is how ``selfconv train`` runs, and how networks are timed.
 """
 
 from typing import TYPE_CHECKING

@@ -19,7 +19,7 @@ Key = TypeVar("Key")
 
 
 def interleaved(contenders: dict[Key, Work], seconds: float, device: torch.device) -> dict[Key, float]:
-    """Seconds that each contender takes: the least over rounds in which all of them take turns.
+    """Seconds that each contender takes: the minimum over interleaved repetitions.
 
     A machine's other tenants slow a whole round down, so ratios hold, and the least of many is what the work
     itself costs. Every contender runs at least five times, more as ``seconds`` for all of them allow.

@@ -55,7 +55,7 @@ def steps(name: str, batch: int, memory_format: str, device: torch.device) -> di
 def measure_models(
     names: tuple[str, ...], batch: int, seconds: float, device: torch.device
 ) -> Iterator[ModelRow]:
-    """All models and both memory formats take turns; a model counts in its better format."""
+    """All models in both memory formats, interleaved; a model counts in its better format."""
     formats = ("channels_last", "contiguous")
     wanted = {*names, *(PAIRS[name] for name in names)}
     works = {(name, f): steps(name, batch, f, device) for name in PAIRS if name in wanted for f in formats}

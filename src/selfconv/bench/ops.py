@@ -172,7 +172,7 @@ def measure_ops(
     device: torch.device,
     section: str = OPERATION,
 ) -> Iterator[Row]:
-    """Every contender at every shape, forward and with its backward pass; those of a shape take turns."""
+    """Every contender at every shape, forward and with its backward pass; repetitions are interleaved."""
     errors = {kind: check(kind, device) for kind in ("asc", "sasa", "p4 asc")}
     wrong = {
         name: f"disagrees with the reference by {errors[kind]:.1e}: no figure"

@@ -2,12 +2,12 @@
 
 Numba keeps compiled code beside the source, in ``NUMBA_CACHE_DIR``, or in the user's cache folder. That saves
 seconds in every process, and is worth no failure: a damaged cache is emptied, and where nothing can be
-written the code is compiled anew, after one warning. Processes that start together, as for training on many
-processors, take turns: one compiles, and the others find what it kept.
+written the code is compiled anew, after one warning. Concurrent processes share one compilation: the first
+compiles, the others wait on its lock.
 
 Numba takes kept code for current if the file of its function has the date and size it had. That would miss
-a change in another file, and installers give every file the same date. So kernels hold ``EDITION`` among the
-values they close over, which are part of what Numba looks code up by.
+a change in another file, and installers give every file the same date. So kernels close over
+``KERNEL_HASH``, a checksum of their sources, and closure values are part of Numba's cache key.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from numba import cfunc
 from numba.core.caching import FunctionCache
 
 _SOURCES = ("_numba_kernels.py", "_numba_tiles.py", "_simd.py")
-EDITION = zlib.crc32(b"".join(Path(__file__).with_name(name).read_bytes() for name in _SOURCES))
-"""A number that the sources of the kernels have in common."""
+KERNEL_HASH = zlib.crc32(b"".join(Path(__file__).with_name(name).read_bytes() for name in _SOURCES))
+"""A checksum of the sources of all kernels."""
 
 
 def native(signature: Any, name: str) -> Callable[[Callable[..., None]], Any]:

@@ -37,7 +37,7 @@ from functools import cache
 import numpy as np
 from numba import njit, types
 
-from selfconv.ops._native import EDITION, native
+from selfconv.ops._native import KERNEL_HASH, native
 from selfconv.ops._numba_tiles import (
     MAP,
     MAPS,
@@ -158,7 +158,9 @@ def attend(planes, window, unit, q, keys, values, row, sizes, out, logs, alpha):
 
 
 @njit(**options)
-def weigh(planes, window, unit, scale, q, g, logs, keys, values, corner, x, sizes, alpha, ds, dq, affines):
+def softmax_backward(
+    planes, window, unit, scale, q, g, logs, keys, values, corner, x, sizes, alpha, ds, dq, affines
+):
     """What the centres of one plane get of the gradient: α, ds and dquery.
 
     Args:
@@ -220,7 +222,7 @@ def pull_back(planes, pair, window, weights, a, x, side, corner, sizes, gradient
 
 
 @njit(**options)
-def walk(
+def row_backward(
     planes, pair, window, unit, scale, q, g, logs, keys, values, row, sizes,
     dq, d_keys, d_values, sums_k, sums_v, alpha, ds, affines,
 ):  # fmt: skip
@@ -236,7 +238,7 @@ def walk(
         x = corner + sizes.border * (sizes.stride + lanes)
         for d in range(len(pair)):
             k, v = d * keys.channels * plane, d * values.channels * plane
-            weigh(
+            softmax_backward(
                 planes, window, unit, scale, advance(q, k), advance(g, v), advance(logs, d * plane),
                 of_plane(planes, keys, d, sizes), of_plane(planes, values, d, sizes), corner, x, sizes,
                 advance(alpha, d * room), advance(ds, d * room), advance(dq, k), affines,
@@ -254,7 +256,7 @@ def forward_worker(name, order):
 
     The kernel is a closure, not a function that takes these as arguments: Numba would compile that twice.
     """
-    dtype, planes = np.dtype(name).type, (EDITION,) * order
+    dtype, planes = np.dtype(name).type, (KERNEL_HASH,) * order
 
     @native(_signature, f"forward-{name}-{order}")
     def worker(args):
@@ -315,8 +317,8 @@ def forward_worker(name, order):
 @cache
 def backward_worker(name, order):
     """The backward pass, likewise."""
-    dtype, planes = np.dtype(name).type, (EDITION,) * order
-    pair = (EDITION,) * (1 if order % 2 else 2)
+    dtype, planes = np.dtype(name).type, (KERNEL_HASH,) * order
+    pair = (KERNEL_HASH,) * (1 if order % 2 else 2)
 
     @native(_signature, f"backward-{name}-{order}")
     def worker(args):
@@ -381,7 +383,7 @@ def backward_worker(name, order):
                         sums = own_sums if start <= i < stop else others_sums
                         for p in range(0, P, len(pair)):
                             first = p * sizes.taps * (R + 1) * lanes
-                            walk(
+                            row_backward(
                                 planes, pair, window, unit, scale, advance(q, p * c_k * plane),
                                 advance(g, p * c_v * plane), advance(logs, p * plane),
                                 of_plane(planes, keys, p, sizes), of_plane(planes, values, p, sizes), row,

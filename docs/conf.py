@@ -1,10 +1,14 @@
 """How Sphinx builds the documentation (`make docs`). Nothing is fetched, to build it or to read it."""
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(Path(__file__).parent))
+
+from formulas import typeset  # noqa: E402
 
 project = "selfconv"
 author = "The selfconv developers"
@@ -39,7 +43,7 @@ nitpick_ignore_regex = [("py:.*", r"(?!selfconv\.).*|selfconv\..*\b_.*")]
 def as_rst(_app: Any, _what: str, _name: str, _obj: Any, _options: Any, lines: list[str]) -> None:
     """Docstrings are written for readers of the source first; here they become what docutils expects.
 
-    A paragraph that is indented deeper than the one before is a formula, and shown as it was typed.
+    A paragraph that is indented deeper than the one before is a formula (see ``formulas.py``), or a list.
     Elsewhere the bars of |H| are bars, not the marks of a substitution.
     """
     given, indent, formula = lines[:], 0, False  # indent: of the last line of text
@@ -68,4 +72,5 @@ def link_to_room(app: Any, env: Any, node: Any, text: Any) -> Any:
 
 def setup(app: Any) -> None:
     app.connect("missing-reference", link_to_room)
+    app.connect("doctree-read", typeset)
     app.connect("autodoc-process-docstring", as_rst, priority=400)  # before napoleon

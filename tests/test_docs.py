@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import importlib
 import re
+import runpy
 import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
 from inspect import isclass, isfunction
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
 from helpers.pages import PAGES, ROOT, blocks, check_options, commands, compare, run_console, run_page
 from helpers.timm_import import import_timm
 
+formulas = runpy.run_path(str(ROOT / "docs" / "formulas.py"))
 RUN = [page for page in PAGES if any(block.kind in ("python", "console") for block in blocks(page))]
 SHOWN = [args for page in PAGES for args in commands(page)]
 
@@ -95,6 +98,24 @@ def test_the_reference_holds_every_public_name(html: Path) -> None:
         public = [n for n in module.__all__ if isfunction(getattr(module, n)) or isclass(getattr(module, n))]
         assert public
         assert not [item for item in public if f'id="selfconv.{name}.{item}"' not in page]
+
+
+def test_formulas_are_typeset(html: Path) -> None:
+    for name in ("index", "operation", "api/ops", "api/nn"):
+        page = (html / f"{name}.html").read_text("utf-8")
+        assert "<math" in page, name
+        code = re.findall(r"<pre>(.*?)</pre>", page, re.DOTALL)
+        assert not [block for block in code if formulas["is_formula"](block)], name
+
+
+def test_a_formula_as_mathml() -> None:
+    typeset = ElementTree.fromstring(
+        formulas["mathml"]("A^K_(P,x)[F](y) = Σ_R F(R, y) ψ(P⁻¹R) < 2,  K = f ⋆ W^K      in each head")
+    )
+    plain = "".join(typeset.itertext())
+    assert plain == "AP,xK[F](y)=∑RF(R,y)ψ(P−1R)<2,K=f⋆WKin each head".replace("AP,xK", "A(P,x)K")
+    kinds = [element.tag.rpartition("}")[2] for element in typeset.iter()]
+    assert [kinds.count(kind) for kind in ("msubsup", "munder", "msup", "mtd", "mtext")] == [1, 1, 2, 3, 1]
 
 
 def test_built_pages_fetch_nothing(html: Path) -> None:

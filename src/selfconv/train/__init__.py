@@ -26,7 +26,7 @@ from selfconv.train.errors import (
 
 if TYPE_CHECKING:
     from selfconv.train.checkpoints import Checkpoint, load_last
-    from selfconv.train.progress import Watch
+    from selfconv.train.progress import Progress, Watch
     from selfconv.train.runs import Run, open_data
     from selfconv.train.setup import build_model, make_accelerator
     from selfconv.train.signals import StopSignals
@@ -35,7 +35,7 @@ else:
     __getattr__, __dir__ = lazy(
         __name__,
         checkpoints=["Checkpoint", "load_last"],
-        progress=["Watch"],
+        progress=["Progress", "Watch"],
         runs=["Run", "open_data"],
         signals=["StopSignals"],
         setup=["build_model", "make_accelerator"],
@@ -52,6 +52,7 @@ __all__ = [
     "MetricTotals",
     "ModelOptions",
     "OutOfMemory",
+    "Progress",
     "Recipe",
     "Run",
     "RunBusy",

@@ -47,7 +47,7 @@ TrainedPlace = Annotated[str, arg(metavar="TRAINED", help=TRAINED_HELP)]
 
 
 def evaluate(trained: Positional[TrainedPlace], /, *, json: bool = False) -> None:
-    """Test a trained model: accuracy, of each class, and when the images are turned.
+    """Test a trained model: accuracy, per class, and on rotated images.
 
     For a run, also writes evaluation.json and confusion.png to its folder.
 
@@ -71,11 +71,11 @@ def predict(
     *,
     json: bool = False,
 ) -> None:
-    """Classify image files: a line with file, class and probability for each.
+    """Classify image files: prints file, class and probability, one line per image.
 
     Args:
-        images: Image files, folders of them, or quoted wildcards.
-        json: Print JSON, with the probability of every class.
+        images: Image files, folders of images, or quoted wildcards.
+        json: Print JSON with the probabilities of all classes.
     """
     from selfconv.trained import open_trained
     from selfconv.trained import predict as predict_images
@@ -108,11 +108,11 @@ def export(trained: Positional[TrainedPlace], /, *, to: Path) -> None:
 
 
 def models(pattern: Positional[str] = "*", /, *, size: int = 32) -> None:
-    """List the models, with their parameters and FLOPs.
+    """List the models with their numbers of parameters and FLOPs.
 
     Args:
-        pattern: Wildcard for their names.
-        size: Side of the images that FLOPs are counted for.
+        pattern: Wildcard for the model names.
+        size: Image size for which FLOPs are counted, in pixels.
     """
     from selfconv.models import list_models, models_table
 
@@ -135,9 +135,9 @@ def audit(
 
     Args:
         model: Name of a model, with random weights; or a trained model, as `evaluate` takes it.
-        size: Side of the images.
+        size: Image size in pixels.
         group: Name of the group; by default the model's own.
-        downsample: How convolutions halve a map, if not as the model is named.
+        downsample: Downsampling of convolutions, if not the model's own.
     """
     from selfconv.models import create_model, list_pretrained
     from selfconv.testing import audit as audit_model
@@ -160,7 +160,7 @@ def audit(
 
 
 def bench(options: BenchOptions = BENCH) -> None:
-    """Measure speed and memory: the operation, its growth, and the networks, beside what they replace."""
+    """Measure speed and memory of the operation and the networks, beside the convolutions they replace."""
     from selfconv.bench import run_bench
 
     run_bench(options)
@@ -176,14 +176,14 @@ def figures(
     pixel: tuple[int, int] | None = None,
     head: int | None = None,
 ) -> None:
-    """Draw what a trained model does: a pixel's filters, attention, equivariance; as PNG and SVG.
+    """Draw figures of a trained model: filters at a pixel, attention, equivariance; as PNG and SVG.
 
     Args:
-        out: Folder for the pictures.
-        image: Image file; by default the first test image of the run's data.
+        out: Output folder.
+        image: Image file; by default the first test image of the model's data set.
         layer: Name of a self-convolution layer; by default the first.
-        pixel: Row and column in the layer's map; by default where the image changes most.
-        head: By default one that chooses among the neighbours there.
+        pixel: Row and column in the layer's feature map; by default at the steepest edge of the image.
+        head: Attention head; by default one whose scores are neither uniform nor one-hot at that pixel.
     """
     from selfconv.trained import open_trained
     from selfconv.visualize import write_figures
@@ -198,11 +198,11 @@ def report(
     *,
     out: Path = Path("out/report"),
 ) -> None:
-    """Write a report on runs: tables beside the paper's, figures, and a verdict on each of its claims.
+    """Write a report on runs: tables beside the paper's, figures, and a verdict on each claim of the paper.
 
     Args:
-        runs: Folders of runs, or folders that hold some at any depth.
-        out: Folder for report.html, report.md and the figures.
+        runs: Run folders, or folders that contain them at any depth.
+        out: Output folder for report.html, report.md and the figures.
     """
     from selfconv.study import write_report
 
@@ -225,10 +225,10 @@ def reproduce(
     gpus: float | None = None,
     dry_run: bool = False,
 ) -> None:
-    """Make the paper's tables and figures, or an ablation: all runs of a plan, and a report on them.
+    """Reproduce the paper's tables and figures, or run an ablation: all runs of a plan, and a report.
 
     Plans: cifar10, cifar100, resnet83, ablation-kernel, ablation-heads, ablation-filters, ablation-psi,
-    ablation-pool, demo. What is done is kept: the same command goes on where it stopped.
+    ablation-pool, demo. Finished runs are kept: the same command continues where it stopped.
 
     Args:
         plan: Name of the plan.
@@ -274,14 +274,14 @@ def demo(
     epochs: int | None = None,
     jobs: int | None = None,
 ) -> None:
-    """Train small versions of the paper's networks on digits, and compare them: a table and a report.
+    """Train small versions of the paper's networks on digits and compare them: a table and a report.
 
-    Takes a few minutes on a CPU, and no network. A second time it shows what it has.
+    Takes a few minutes on a CPU and needs no internet. Run again, it shows the finished results.
 
     Args:
         out: Folder for the runs and the report.
-        seeds: Runs of each network; by default 3.
-        epochs: Of each run; by default 6.
+        seeds: Runs per network; by default 3.
+        epochs: Epochs per run; by default 6.
         jobs: Runs at a time, each a process with its share of the cores; by default as in `reproduce`.
     """
     from selfconv.study import make_plan
@@ -318,13 +318,13 @@ def explore(
     port: int = 7860,
     open: bool = True,
 ) -> None:
-    """Look into a model on a page: click a pixel and see its filters, turn the image and watch.
+    """Inspect a model on a local web page: click a pixel to see its filters, turn the image.
 
     Args:
         trained: Folder of a run or of a saved model; without one, the models that come with the package.
-        host: Address to listen on; any but 127.0.0.1 lets others use the page.
-        port: Port to listen on; 0 for any that is free.
-        open: Show the page in the browser.
+        host: Address to listen on; any other than 127.0.0.1 gives other machines access.
+        port: Port to listen on; 0 for any free port.
+        open: Open the page in the browser.
     """
     from selfconv.explorer import explore as serve
 
@@ -374,15 +374,15 @@ def _train_command(args: Sequence[str]) -> Callable[..., None]:
     ) -> None:
         """Train a network on digits, CIFAR or your own images.
 
-        Without options: resnet29_asc on handwritten digits, in a few minutes. Everything goes to a folder,
-        for `evaluate`, `predict` and `export`. A run that was stopped goes on with --resume.
+        Without options: resnet29_asc on handwritten digits, in a few minutes. All results go to one
+        folder, for `evaluate`, `predict` and `export`. --resume continues an interrupted run.
 
         Args:
-            recipe: Which recipe the defaults below are of; by default paper for CIFAR and fast for the rest.
-            seed: Of the weights, the order of the images and their augmentation.
+            recipe: Recipe that sets the defaults below; by default paper for CIFAR and fast for other data.
+            seed: Random seed of the weights, the order of the images, and augmentation.
             out: Folder for the run; by default runs/DATA-MODEL.
-            resume: Go on with the run in that folder, with its options.
-            config: Take the defaults of all options from the config.json of a run.
+            resume: Continue the run in that folder, with its options.
+            config: Read the defaults of all options from the config.json of a run.
         """
         from selfconv.train import train as train_run
 
@@ -425,7 +425,7 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         _call(args)
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever read has seen enough, as in `selfconv models | head`
+    except BrokenPipeError:  # the reader closed the pipe, as in `selfconv models | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None
     except KeyboardInterrupt:

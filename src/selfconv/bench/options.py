@@ -21,7 +21,7 @@ PAIRS = {  # model: its convolutional counterpart
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What to measure, and for how long."""
+    """What to measure, and how long."""
 
     sections: tuple[Literal["ops", "growth", "models"], ...] = ("ops", "growth", "models")
     device: str = "cpu"
@@ -33,11 +33,11 @@ class BenchOptions:
     model_batch: int = 128
     """Batch size for the networks."""
     models: tuple[str, ...] = tuple(PAIRS)
-    """Which networks; each beside its convolutional counterpart."""
+    """Networks to time, each beside its convolutional counterpart."""
     seconds: float = 3.0
-    """For each comparison of the operation; a network gets sixteen times as long."""
+    """Seconds per comparison of the operation; networks get sixteen times as long."""
     quick: bool = False
-    """The stage shapes and two networks only, a second each: to see that it works."""
+    """Only the stage shapes and two networks, briefly: a check that everything works."""
     out: Path | None = field(default=None)
     """A folder for bench.json, performance.md and the plots. What an earlier run left there stays, operation
     or networks, if it is not measured again."""

@@ -20,30 +20,30 @@ from selfconv.models import model_facts
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """The network: one of `selfconv models`, perhaps changed. None means as the model is named."""
+    """The network: a model from `selfconv models`, and changes to it. None: the model's own value."""
 
     name: Annotated[str, arg(name="model", metavar="MODEL")] = "resnet29_asc"
     """Name of the model; `selfconv models` lists them."""
     group: str | None = None
     """Symmetry group: z2, p4, p4m."""
     widths: tuple[int, int, int] | None = None
-    """Channels of the spatial layer in each stage."""
+    """Channels of the spatial layers, one number per stage."""
     depth: int | None = None
-    """9n+2, for n blocks per stage."""
+    """Number of layers: 9n+2 for n blocks per stage."""
     kernel_size: int | None = None
-    """Side of the spatial layer's window."""
+    """Kernel size of the spatial layers, odd."""
     num_heads: int | None = None
-    """Heads of attention."""
+    """Number of attention heads."""
     psi: Literal["channel", "dense"] | None = None
-    """ψ scales each channel by itself, or maps all to all."""
+    """ψ per channel, or dense (every channel to every channel)."""
     affine: Literal["both", "psi", "beta"] | None = None
-    """ASC's affine maps: ψ and β, or one of them."""
+    """Parameters of the affine maps in ASC: ψ and β, or only one of them."""
     scale: Literal["head", "width"] | None = None
-    """Scores are divided by the channels of a head, or of the layer."""
+    """The score is divided by the channels of one head, or by the width of the layer."""
     downsample: Literal["stride", "pool"] | None = None
-    """How convolutions halve a map."""
+    """Downsampling in convolutional models: stride 2, or stride 1 and average pooling."""
     pool: Literal["mean", "max", "group_max"] | None = None
-    """Over space and group, before the classifier; group_max: mean over space, maximum over the group."""
+    """Global pooling over space and group; group_max: mean over space, maximum over the group."""
 
     def overrides(self) -> dict[str, Any]:
         """The options that ``create_model`` takes beside the name."""
@@ -52,54 +52,54 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """The images: trained on, validated on, and tested on once, at the end."""
+    """The data set. The test images are used once, at the end."""
 
     source: Annotated[str, arg(name="data", metavar="DATA")] = "digits"
     """digits, cifar10, cifar100, a folder with a folder of images for each class, or an .npz file."""
     image_size: int | None = None
-    """Resize and crop images to this side; None keeps their size."""
+    """Resize and centre-crop images to this many pixels; None: keep their size."""
     validation: float = 0.1
-    """Share of the training images to set aside for validation."""
+    """Fraction of the training images held out for validation."""
     split_seed: int = 0
-    """Seed of that split."""
+    """Random seed of the validation split."""
     subset: int | None = None
-    """Train on so many of the training images, of each class alike; None: on all."""
+    """Number of training images to use, balanced over classes; None: all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How to train. The defaults are those of the recipe: `paper` for CIFAR, `fast` for the rest."""
+    """The training recipe. Defaults: the `paper` recipe for CIFAR, `fast` for other data."""
 
     epochs: int = 100
-    """Passes over the training images; the schedule scales with them."""
+    """Number of epochs; the learning rate schedule scales with it."""
     batch_size: int = 128
-    """Images in a step, of all processes together."""
+    """Images per step, summed over all processes."""
     lr: float = 0.1
-    """Learning rate at its peak."""
+    """Peak learning rate."""
     schedule: Literal["step", "cosine"] = "step"
-    """step: a tenth of it from 1/2 and a hundredth from 3/4 of the epochs on; cosine: to 0, every step."""
+    """step: divided by 10 at 1/2 and at 3/4 of the epochs; cosine: decays to 0, updated every step."""
     warmup: float = 0.0
-    """Share of the epochs in which the rate rises linearly to its peak."""
+    """Fraction of the epochs over which the learning rate rises linearly to its peak."""
     momentum: float = 0.9
     """Nesterov momentum."""
     weight_decay: float = 1e-4
-    """Factor of the L2 penalty."""
+    """Weight decay (L2 penalty)."""
     decay: Literal["all", "maps"] = "all"
-    """What decays: all parameters, or the weights of convolutions and linear maps (no ψ, β, norm, bias)."""
+    """Apply weight decay to all parameters, or only to convolution and linear weights (maps)."""
     label_smoothing: float = 0.0
-    """Share of the target that is spread over all classes."""
+    """Label smoothing."""
     clip: float | None = None
-    """Largest norm of the gradient; None leaves it as it is."""
+    """Clip the gradient to this norm; None: no clipping."""
     ema: float | None = None
-    """Decay per step of a running mean of the weights, which is then what the run ends with."""
+    """Decay per step of an exponential moving average of the weights, which becomes the final model."""
     flip: bool = True
-    """Exchange left and right of every other image."""
+    """Flip images horizontally with probability 1/2."""
     pad: int = 2
-    """Crop images out of themselves padded by so many pixels."""
+    """Random crops after zero padding by this many pixels."""
     rotate: Literal["none", "quarter", "any"] = "none"
-    """Turn images at random, by quarter turns or any angle."""
+    """Random rotations: none, by multiples of 90°, or by any angle."""
     sizes: tuple[int, ...] | None = None
-    """Sides to which training images are resized, each for an equal share of the epochs; None: full size."""
+    """Training image sizes, each used for an equal part of the epochs; None: full size."""
 
     def __post_init__(self) -> None:
         for name, least in (("epochs", 1), ("batch_size", 1), ("pad", 0)):
@@ -149,18 +149,18 @@ def default_recipe(source: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """How it runs. More than one process: start it with `torchrun` or `accelerate launch`."""
+    """Hardware. For several processes, start with `torchrun` or `accelerate launch`."""
 
     device: Literal["auto", "cpu"] = "auto"
-    """auto: a GPU if there is one."""
+    """auto: the GPU if there is one, else the CPU."""
     precision: Literal["no", "bf16", "fp16"] = "no"
     """Mixed precision."""
     accumulate: int = 1
-    """Compute each step's gradient in so many parts, to save memory."""
+    """Gradient accumulation: number of parts per step, to save memory."""
     sync_batch_norm: bool = True
-    """With several processes: batch norm over the batch of all of them, as one process would have it."""
+    """With several processes, compute batch norm statistics over all of them."""
     checkpoint_minutes: float = 10.0
-    """Save at least this often; always after each epoch."""
+    """Minutes between checkpoints within an epoch; one is always saved after each epoch."""
 
     def __post_init__(self) -> None:
         if self.accumulate < 1:
@@ -178,7 +178,7 @@ class RunConfig:
     recipe: Recipe = field(default_factory=fast_recipe)
     engine: Engine = field(default_factory=Engine)
     seed: int = 0
-    """Of the weights, the order of the images and their augmentation."""
+    """Random seed of the weights, the order of the images, and augmentation."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**32:

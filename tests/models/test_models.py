@@ -51,7 +51,7 @@ def counted_by_hand(name: str, classes: int) -> int:
     prefix, depth, suffix = re.fullmatch(r"(p4m|p4|)resnet(\d+)_?(.*)", name).groups()  # type: ignore[union-attr]
     order = {"": 1, "p4": 4, "p4m": 8}[prefix]
     base = {"": 16, "p4": 8, "p4m": 6}[prefix]
-    spatial = suffix.removesuffix("se").removesuffix("_")
+    spatial = re.sub(r"(^|_)se$", "", suffix)
     reduction = {1: 16, 4: 4, 8: 2}[order]
     total = 3 * base * 9 + 2 * base
     channels = base
@@ -61,11 +61,13 @@ def counted_by_hand(name: str, classes: int) -> int:
         layer = {
             "": 9 * linear,
             "pool": 9 * linear,
+            "depthwise": window * order,
+            "affine": (linear + width) + window * order + window + linear,
             "sasa": 3 * (linear + width) + 5 * width + linear,
             "simple_asc": (linear + width) + window * order + window + linear,
             "asc": 3 * (linear + width) + 2 * (window * order + window) + width * order + width + linear,
         }[spatial]
-        se = (2 * out * (out // reduction) + out // reduction + out) if suffix.endswith("se") else 0
+        se = (2 * out * (out // reduction) + out // reduction + out) if re.search(r"(^|_)se$", suffix) else 0
         for block in range((int(depth) - 2) // 9):
             total += channels * width * order + 2 * width + layer + 2 * width + width * out * order + 2 * out
             total += se
@@ -109,7 +111,7 @@ def test_the_documentation_tells_the_counts_we_have() -> None:
 
 def test_the_names() -> None:
     names = list_models()
-    assert len(names) == len(set(names)) == 36
+    assert len(names) == len(set(names)) == 40
     assert {n for n in names if "29" in n} >= set(STATED)
     assert {n.replace("29", "83") for n in STATED} <= set(names)
     assert {"p4resnet29_simple_asc", "p4resnet29_asc_se", "p4mresnet29", "p4mresnet29_asc"} <= set(names)
@@ -127,16 +129,26 @@ def test_initialisation_is_the_papers(name: str) -> None:
     last = {f"{path}.expand.norm" for path, m in model.named_modules() if hasattr(m, "expand")}
     for path, layer in model.named_modules():
         if isinstance(layer, GroupBatchNorm):
-            gamma = 0.0 if attention and path in last else 1.0
+            gamma = 0.0 if (attention or name.endswith("affine")) and path in last else 1.0
             assert torch.equal(layer.weight, torch.full_like(layer.weight, gamma)), path
             assert not layer.bias.any()
-    weights = [p for n, p in model.named_parameters() if n.endswith((".conv.weight", ".w_in", ".w_out"))]
+    maps = (".conv.weight", ".w_in", ".w_out", ".value.weight", ".output.weight")
+    weights = [p for n, p in model.named_parameters() if n.endswith(maps)]
     spread = torch.cat([(w * (w[0].numel() / 2) ** 0.5).flatten() for w in weights])  # fan counts every plane
     assert abs(spread.std().item() - 1) < 0.03
     affine = [p for n, p in model.named_parameters() if n.rsplit(".", 1)[1].startswith(("psi", "beta"))]
-    assert bool(affine) == attention
-    if affine:
-        assert abs(torch.cat([p.flatten() for p in affine]).std().item() - 1) < 0.05
+    assert bool(affine) == (attention or name.endswith("affine"))
+    if affine:  # the paper's 1 on the plane, less on a group
+        spread = torch.cat([p.flatten() for p in affine]) * len(model.group)
+        assert abs(spread.std().item() - 1) < 0.05
+
+
+def test_the_papers_literal_initialisation_on_a_group() -> None:
+    model = create_model("p4resnet29_asc", affine_std=1.0)
+    affine = [p for n, p in model.named_parameters() if n.rsplit(".", 1)[1].startswith(("psi", "beta"))]
+    assert abs(torch.cat([p.flatten() for p in affine]).std().item() - 1) < 0.05
+    with pytest.raises(ValueError, match="affine_std: expected a number ≥ 0; got -1"):
+        create_model("p4resnet29_asc", affine_std=-1)
 
 
 def test_every_override_reaches_the_network() -> None:

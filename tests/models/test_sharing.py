@@ -256,6 +256,7 @@ def test_config_json_holds_every_option(tmp_path: Path) -> None:
     assert config == {
         "depth": 11, "group": "z2", "spatial": "asc", "squeeze_excite": False, "widths": [4, 4, 8],
         "kernel_size": 3, "num_heads": 2, "psi": "channel", "affine": "both", "scale": "width",
+        "affine_std": None, "zero_gamma": True,
         "downsample": "pool", "in_channels": 3, "num_classes": 10, "pool": "mean",
     }  # fmt: skip
 

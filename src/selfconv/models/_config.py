@@ -9,7 +9,7 @@ from typing import Any, Literal
 from selfconv.groups import Group, get_group
 
 _CHOICES = {
-    "spatial": ("conv", "asc", "simple_asc", "sasa"),
+    "spatial": ("conv", "depthwise", "affine", "asc", "simple_asc", "sasa"),
     "psi": ("channel", "dense"),
     "affine": ("both", "psi", "beta"),
     "scale": ("head", "width"),
@@ -29,18 +29,23 @@ class ResNetConfig:
     Attributes:
         depth: 9n+2, for n blocks per stage.
         group: ``"z2"``, ``"p4"`` or ``"p4m"``.
-        spatial: the layer inside the blocks: ``"conv"``, ``"asc"``, ``"simple_asc"`` or ``"sasa"``.
+        spatial: the layer inside the blocks: ``"conv"``, ``"asc"``, ``"simple_asc"`` or ``"sasa"``; and for
+            comparison ``"affine"`` (ASC with α = 1) and ``"depthwise"`` convolution.
         squeeze_excite: whether blocks end with squeeze and excite (reduction 16/|H|: 16, on p4 4).
         widths: channels of the spatial layer in each stage; the stem has as many as the first. By default
             16, 32, 64 divided by √|H|, to the next even number: 8, 16, 32 on p4 and 6, 12, 24 on p4m.
-        kernel_size: of the spatial layer; by default 3 for convolution and 5 for attention.
+        kernel_size: of the spatial layer; by default 3 for convolution and 5 for the others.
         num_heads: of attention; by default 8, on p4m, where 8 does not divide the widths, 6.
         psi: ``"channel"`` or ``"dense"``: ψ scales each channel by itself, or maps all channels to all.
+        affine_std: deviation of ψ and β at the start; by default 1/|H|, on the plane the paper's 1. The
+            paper's literal reading, 1 on every group, learned more slowly on p4.
+        zero_gamma: whether γ of each block's last batch norm starts at 0; by default in attention models
+            and ``"affine"`` ones.
         affine: of ASC's affine maps keep ``"both"`` ψ and β, or only ``"psi"``, or only ``"beta"``.
         scale: the score is divided by the channels of a ``"head"``, or by the ``"width"`` of the layer.
         downsample: how convolutions halve a map: by ``"stride"``, or by ``"pool"``, which keeps quarter
-            turns and flips exact on even maps. By default stride in convolutional models and pool in
-            attention models. Attention layers themselves always pool.
+            turns and flips exact on even maps. By default stride with ``"conv"`` and pool with the other
+            spatial layers, which themselves always pool.
         in_channels: of the image.
         num_classes: outputs of the classifier; 0 leaves it out.
         pool: ``"mean"`` or ``"max"`` over space and group, before the classifier; ``"group_max"``: the mean
@@ -49,13 +54,15 @@ class ResNetConfig:
 
     depth: int = 29
     group: str = "z2"
-    spatial: Literal["conv", "asc", "simple_asc", "sasa"] = "conv"
+    spatial: Literal["conv", "depthwise", "affine", "asc", "simple_asc", "sasa"] = "conv"
     squeeze_excite: bool = False
     widths: tuple[int, int, int]
     kernel_size: int
     num_heads: int
     psi: Literal["channel", "dense"] = "channel"
     affine: Literal["both", "psi", "beta"] = "both"
+    affine_std: float | None = None
+    zero_gamma: bool = False
     scale: Literal["head", "width"] = "width"
     downsample: Literal["stride", "pool"]
     in_channels: int = 3
@@ -73,17 +80,23 @@ class ResNetConfig:
         group = given.get("group", cls.group)
         given["group"] = group.name if isinstance(group, Group) else group
         width = 2 * round(8 / math.sqrt(len(get_group(given["group"]))))
-        attention = given.get("spatial", cls.spatial) != "conv"
+        spatial = given.get("spatial", cls.spatial)
         by_default = {
             "widths": (width, 2 * width, 4 * width),
-            "kernel_size": 5 if attention else 3,
+            "kernel_size": 3 if spatial == "conv" else 5,
             "num_heads": max(n for n in range(1, 9) if width % n == 0),
-            "downsample": "pool" if attention else "stride",
+            "zero_gamma": spatial not in ("conv", "depthwise"),
+            "downsample": "stride" if spatial == "conv" else "pool",
         }
         return cls(**by_default | given)
 
     @property
     def attention(self) -> bool:
+        return self.spatial in ("asc", "simple_asc", "sasa")
+
+    @property
+    def pools(self) -> bool:
+        """Whether the spatial layer pools by itself, whatever ``downsample`` says of the convolutions."""
         return self.spatial != "conv"
 
     @property
@@ -102,8 +115,12 @@ class ResNetConfig:
         for name, most in _MOST.items():
             if getattr(self, name) > most:
                 raise ValueError(f"{name}: expected an integer ≤ {most}; got {getattr(self, name)}")
-        if not isinstance(self.squeeze_excite, bool):
-            raise ValueError(f"squeeze_excite: expected True or False; got {self.squeeze_excite!r}")
+        for name in ("squeeze_excite", "zero_gamma"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}: expected True or False; got {getattr(self, name)!r}")
+        std = self.affine_std
+        if std is not None and not (isinstance(std, int | float) and 0 <= std < math.inf):
+            raise ValueError(f"affine_std: expected a number ≥ 0; got {std!r}")
         sized = isinstance(self.widths, list | tuple) and len(self.widths) == 3
         if not sized or not all(_is_integer(width, 1) for width in self.widths):
             raise ValueError(f"widths: expected three positive integers; got {self.widths!r}")

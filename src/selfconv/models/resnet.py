@@ -23,11 +23,14 @@ from selfconv.groups import Group, get_group
 from selfconv.models._config import ResNetConfig
 from selfconv.models._sharing import MODEL_CARD, Shareable
 from selfconv.nn import (
+    AffineConv2d,
     AffineSelfConv2d,
+    DepthwiseConv2d,
     GlobalPool,
     GroupBatchNorm,
     GroupConv2d,
     LiftingConv2d,
+    LocalAttention2d,
     SimpleAffineSelfConv2d,
     SqueezeExcite,
     StandAloneSelfAttention2d,
@@ -69,8 +72,7 @@ class Bottleneck(nn.Module):
         self.shortcut: nn.Module = nn.Identity()
         if stride > 1 or in_channels != out_channels:
             self.shortcut = ConvNorm(conv(in_channels, out_channels, 1, stride), out_channels, group)
-        if config.attention:
-            # unstable in the first epochs: every block starts as its shortcut
+        if config.zero_gamma:  # attention is unstable in the first epochs: every block starts as its shortcut
             nn.init.zeros_(self.expand.norm.weight)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -87,16 +89,25 @@ def spatial_layer(config: ResNetConfig, width: int, stride: int) -> nn.Module:
         return GroupConv2d(
             width, width, k, stride, padding="same", bias=False, group=group, downsample=config.downsample
         )
+    if config.spatial == "depthwise":
+        return DepthwiseConv2d(width, k, stride, group=group)
+    if config.spatial == "affine":
+        return AffineConv2d(width, width, k, stride, group=group)
     heads = {
         "num_heads": config.num_heads,
         "scale": (1 if config.scale == "width" else config.num_heads) / width,
         "group": group,
     }
+    layer: LocalAttention2d
     if config.spatial == "sasa":
-        return StandAloneSelfAttention2d(width, width, k, stride, **heads)  # type: ignore[arg-type]
-    if config.spatial == "simple_asc":
-        return SimpleAffineSelfConv2d(width, width, k, stride, psi=config.psi, **heads)  # type: ignore[arg-type]
-    return AffineSelfConv2d(width, width, k, stride, psi=config.psi, affine=config.affine, **heads)  # type: ignore[arg-type]
+        layer = StandAloneSelfAttention2d(width, width, k, stride, **heads)  # type: ignore[arg-type]
+    elif config.spatial == "simple_asc":
+        layer = SimpleAffineSelfConv2d(width, width, k, stride, psi=config.psi, **heads)  # type: ignore[arg-type]
+    else:
+        layer = AffineSelfConv2d(width, width, k, stride, psi=config.psi, affine=config.affine, **heads)  # type: ignore[arg-type]
+    if config.affine_std is not None:
+        layer.reset_parameters(config.affine_std)
+    return layer
 
 
 class ResNet(
@@ -200,7 +211,7 @@ class ResNet(
         return self.forward_head(self.forward_features(x))
 
     def _check_input(self, x: Tensor) -> None:
-        pooled = self._config.attention or self._config.downsample == "pool"
+        pooled = self._config.pools or self._config.downsample == "pool"
         least = DOWNSAMPLING if pooled else 1
         channels = self.in_channels
         if x.dim() != 4 or x.shape[1] != channels or min(x.shape[2:]) < least:
@@ -210,9 +221,10 @@ class ResNet(
         if not x.is_floating_point():
             raise TypeError(f"expected floating-point images; got {x.dtype} of shape {list(x.shape)}")
         remainders = {side % DOWNSAMPLING for side in x.shape[2:]}
-        if self._config.attention and self._config.downsample == "stride" and remainders != {0}:
+        if self._config.pools and self._config.downsample == "stride" and remainders != {0}:
             raise ValueError(
-                "attention beside strided shortcuts needs images whose sides are multiples of 4; got shape "
+                "a spatial layer that pools beside strided shortcuts needs images whose sides are "
+                "multiples of 4; got shape "
                 f"{list(x.shape)}"
             )
         if len(self.group) > 1 and not torch.compiler.is_compiling():
@@ -222,11 +234,11 @@ class ResNet(
         """Cells of 2×2 tile a map of even size; strides of 2 meet both of its ends if the size is odd."""
         strided = self._config.downsample == "stride"
         exact = {h % DOWNSAMPLING, w % DOWNSAMPLING} == {1 if strided else 0}
-        if (h, w) in self._warned_sizes or (exact and not (strided and self._config.attention)):
+        if (h, w) in self._warned_sizes or (exact and not (strided and self._config.pools)):
             return
         self._warned_sizes.add((h, w))
         needed = "sides that are multiples of 4 (28, 32, 36, …)"
-        if strided and self._config.attention:
+        if strided and self._config.pools:
             needed = f"downsample='pool' and {needed}"
         elif strided:
             needed = f"sides of 4n+1 (29, 33, 37, …), or downsample='pool' and {needed}"

@@ -17,6 +17,8 @@ _VARIANTS: dict[str, dict[str, Any]] = {  # what each differs in from the first
     "resnet{}_simple_asc": {"spatial": "simple_asc"},
     "resnet{}_asc": {"spatial": "asc"},
     "resnet{}_asc_se": {"spatial": "asc", "squeeze_excite": True},
+    "resnet{}_affine": {"spatial": "affine"},
+    "resnet{}_depthwise": {"spatial": "depthwise"},
     "p4resnet{}": {"group": "p4"},
     "p4resnet{}_pool": {"group": "p4", "downsample": "pool"},
     "p4resnet{}_se": {"group": "p4", "squeeze_excite": True},
@@ -35,7 +37,13 @@ MODELS: dict[str, dict[str, Any]] = {
     for depth in DEPTHS
     for pattern, options in _VARIANTS.items()
 }
-_PAPER_NAMES = {"sasa": "SASA", "simple_asc": "Simple_ASC", "asc": "ASC"}  # of spatial layers
+_SPATIAL_NAMES = {  # the paper's, and those of our controls
+    "sasa": "SASA",
+    "simple_asc": "Simple_ASC",
+    "asc": "ASC",
+    "affine": "affine",
+    "depthwise": "depthwise",
+}
 
 
 def list_models(pattern: str = "*") -> list[str]:
@@ -51,7 +59,7 @@ class ModelFacts:
     group: str = "z2"
     spatial: str = "conv"
     squeeze_excite: bool = False
-    downsample: str | None = None  # None: stride for convolution, pooling for attention
+    downsample: str | None = None  # None: stride for convolution, pooling for the others
 
     @property
     def planar(self) -> bool:
@@ -60,18 +68,18 @@ class ModelFacts:
 
     @property
     def attention(self) -> bool:
-        return self.spatial != "conv"
+        return self.spatial in ("asc", "simple_asc", "sasa")
 
     @property
     def pooled_convolution(self) -> bool:
         """Whether it is a convolutional network that pools where the paper's have stride."""
-        return not self.attention and self.downsample == "pool"
+        return self.spatial == "conv" and self.downsample == "pool"
 
     @property
     def label(self) -> str:
         """In the paper's notation: p4ResNet29+ASC+SE."""
         parts = [f"{'' if self.planar else self.group}ResNet{self.depth}"]
-        parts += [_PAPER_NAMES[self.spatial]] if self.attention else []
+        parts += [_SPATIAL_NAMES[self.spatial]] if self.spatial in _SPATIAL_NAMES else []
         parts += ["pool"] if self.pooled_convolution else []
         parts += ["SE"] if self.squeeze_excite else []
         return "+".join(parts)

@@ -92,11 +92,11 @@ class AffineConv2d(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As ``AffineSelfConv2d``: He initialisation for the 1×1 maps, ψ, β ~ N(0, 1)."""
+        """As ``AffineSelfConv2d``: He initialisation for the 1×1 maps, ψ, β ~ N(0, 1/|H|²)."""
         for layer in (self.value, self.output):
             layer.reset_parameters()
         for parameter in (self.psi_v, self.beta_v):
-            nn.init.normal_(parameter)
+            nn.init.normal_(parameter, std=1 / len(self.group))
 
     def forward(self, x: Tensor) -> Tensor:
         check_features(type(self).__name__, x, self.in_channels, self.group)

@@ -95,15 +95,21 @@ class LocalAttention2d(nn.Module):
             return psi.unflatten(1, (psi.shape[0], -1))
         return psi
 
-    def reset_parameters(self) -> None:
-        """He initialisation for the 1×1 maps (the fan counts every plane), zero biases, ψ, β ~ N(0, 1)."""
+    def reset_parameters(self, affine_std: float | None = None) -> None:
+        """He initialisation for the 1×1 maps (the fan counts every plane), zero biases, ψ, β ~ N(0, std²).
+
+        Args:
+            affine_std: by default 1/|H|, on the plane the paper's 1. On a group the affine map sums |H|
+                planes, and the deviation of 1 that the paper states for all its examples learns more slowly.
+        """
+        std = 1 / len(self.group) if affine_std is None else affine_std
         for name, parameter in self.named_parameters(recurse=False):
             if name.startswith("w_"):
                 nn.init.kaiming_normal_(parameter, nonlinearity="relu")
             elif name.startswith("b_"):
                 nn.init.zeros_(parameter)
             else:
-                nn.init.normal_(parameter)
+                nn.init.normal_(parameter, std=std)
 
     @abstractmethod
     def _map_channels(self) -> int:

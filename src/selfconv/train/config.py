@@ -38,6 +38,10 @@ class ModelOptions:
     """ψ per channel, or dense (every channel to every channel)."""
     affine: Literal["both", "psi", "beta"] | None = None
     """Parameters of the affine maps in ASC: ψ and β, or only one of them."""
+    affine_std: float | None = None
+    """Initial standard deviation of ψ and β; default 1/|H|. The paper's literal reading: 1 on every group."""
+    zero_gamma: bool | None = None
+    """Initialise γ of the last batch norm in each block with 0, as attention models do."""
     scale: Literal["head", "width"] | None = None
     """The score is divided by the channels of one head, or by the width of the layer."""
     downsample: Literal["stride", "pool"] | None = None

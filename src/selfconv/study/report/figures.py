@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 INK, FAINT = "#24292f", "#8c959f"
 # Okabe and Ito's colours, told apart by everyone; the shape says the rest
-COLOURS = {"conv": "#0072B2", "sasa": "#CC79A7", "simple_asc": "#009E73", "asc": "#D55E00"}
+COLOURS = {
+    "conv": "#0072B2", "sasa": "#CC79A7", "simple_asc": "#009E73", "asc": "#D55E00",
+    "affine": "#E69F00", "depthwise": "#56B4E9",
+}  # fmt: skip
 SHAPES = ("ov^", "sPD", "h*p", "d8H")  # a string for each group: plain, with pooling, with SE
 STYLE = {
     "font.family": "DejaVu Sans",

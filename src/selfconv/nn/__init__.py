@@ -1,7 +1,8 @@
 """Layers on any group: the same classes for ``"z2"``, ``"p4"`` and ``"p4m"``.
 
 Planar features are ``[N, C, h, w]``; group features ``[N, C, |H|, h, w]``. Activations need no class of
-their own: pointwise ones, such as ``nn.ReLU``, are equivariant as they are.
+their own: pointwise ones, such as ``nn.ReLU``, are equivariant as they are. So is ``torch.cat`` along the
+channels, and so are several of torch's norms: docs/layers.md lists which.
 """
 
 from selfconv.nn._affine import AffineConv2d, DepthwiseConv2d
@@ -13,10 +14,14 @@ from selfconv.nn._attention import (
     set_backend,
 )
 from selfconv.nn._conv import GroupConv2d, LiftingConv2d
+from selfconv.nn._dropout import GroupDropout
 from selfconv.nn._fixed import ATTENTION, CONVOLUTIONS, fix_filters, is_plain
+from selfconv.nn._layer_norm import GroupLayerNorm
 from selfconv.nn._norm import GroupBatchNorm
 from selfconv.nn._pool import GlobalPool, GroupPool, SpatialPool2d
+from selfconv.nn._restrict import RestrictGroup
 from selfconv.nn._squeeze_excite import SqueezeExcite
+from selfconv.nn._upsample import Upsample2d
 
 __all__ = [
     "ATTENTION",
@@ -27,13 +32,17 @@ __all__ = [
     "GlobalPool",
     "GroupBatchNorm",
     "GroupConv2d",
+    "GroupDropout",
+    "GroupLayerNorm",
     "GroupPool",
     "LiftingConv2d",
     "LocalAttention2d",
+    "RestrictGroup",
     "SimpleAffineSelfConv2d",
     "SpatialPool2d",
     "SqueezeExcite",
     "StandAloneSelfAttention2d",
+    "Upsample2d",
     "fix_filters",
     "is_plain",
     "set_backend",

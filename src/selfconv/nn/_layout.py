@@ -117,3 +117,13 @@ def group_conv(
         padding=padding,
     )
     return unfold(y, x, group)
+
+
+def channels_to_end(x: Tensor) -> Tensor:
+    """[N, C, |H|, h, w] -> [N, h, w, |H|, C], planar x -> [N, h, w, C]: contiguous if x is channels_last."""
+    return x.permute((0, 2, 3, 1) if x.dim() == 4 else (0, 3, 4, 2, 1))
+
+
+def channels_to_front(y: Tensor) -> Tensor:
+    """The inverse of ``channels_to_end``."""
+    return y.permute((0, 3, 1, 2) if y.dim() == 4 else (0, 4, 3, 1, 2))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfconv.groups import Group, get_group
-from selfconv.nn._layout import avg_pool, check_features, on_folded
+from selfconv.nn._layout import check_features, on_folded
 
 Mode = Literal["mean", "max"]
 
@@ -35,28 +35,58 @@ class _Pool(nn.Module):
 
 
 class SpatialPool2d(_Pool):
-    """Mean or maximum over disjoint size×size cells: ``[N, C, |H|, h, w] -> [N, C, |H|, h/size, w/size]``.
+    """Mean or maximum over windows of space, plane by plane, as ``nn.AvgPool2d`` and ``nn.MaxPool2d`` take them:
 
-    Equivariant to ``group``, and to shifts by multiples of ``size``, on maps whose sides are multiples of
-    ``size``. Rows and columns left over are dropped at the bottom and the right, which is not symmetric.
+        y(R, x) = mean or max of f(R, stride·x + u) over u in the kernel_size×kernel_size window
+
+    Shapes: ``[N, C, |H|, h, w] -> [N, C, |H|, h', w']``, on z2 without the group axis. ``stride`` is by default
+    ``kernel_size`` (disjoint cells), ``padding`` at most half of it (zeros that count in a mean, nothing to
+    a maximum).
+
+    Equivariant to ``group``, and to shifts by multiples of the stride, on maps where
+    size + 2·padding − kernel_size is a multiple of the stride: multiples of ``kernel_size``, by default. On
+    others, rows and columns are left over at the bottom and the right, which is not symmetric.
     """
 
-    def __init__(self, kernel_size: int = 2, mode: Mode = "mean", *, group: str | Group = "z2") -> None:
+    def __init__(
+        self,
+        kernel_size: int = 2,
+        mode: Mode = "mean",
+        *,
+        stride: int | None = None,
+        padding: int = 0,
+        group: str | Group = "z2",
+    ) -> None:
         super().__init__(mode, group=group)
         if kernel_size < 1:
             raise ValueError(f"kernel_size: expected an integer ≥ 1; got {kernel_size}")
+        if stride is not None and stride < 1:
+            raise ValueError(f"stride: expected an integer ≥ 1; got {stride}")
+        if not 0 <= padding <= kernel_size // 2:
+            raise ValueError(
+                f"padding: expected an integer from 0 to half of kernel_size={kernel_size}; got {padding}"
+            )
         self.kernel_size = kernel_size
-        self.stride = kernel_size
-        self.padding = 0
+        self.stride = kernel_size if stride is None else stride
+        self.padding = padding
 
     def forward(self, x: Tensor) -> Tensor:
         check_features("SpatialPool2d", x, None, self.group)
-        if self.mode == "mean":
-            return avg_pool(x, self.kernel_size)
-        return on_folded(lambda maps: F.max_pool2d(maps, self.kernel_size), x)
+        least = max(1, self.kernel_size - 2 * self.padding)
+        if min(x.shape[-2:]) < least:
+            raise ValueError(
+                f"SpatialPool2d expects maps of {least}×{least} or more; got shape {list(x.shape)}"
+            )
+        pool = F.avg_pool2d if self.mode == "mean" else F.max_pool2d
+        return on_folded(lambda maps: pool(maps, self.kernel_size, self.stride, self.padding), x)
 
     def extra_repr(self) -> str:
-        return f"kernel_size={self.kernel_size}, {super().extra_repr()}"
+        parts = [f"kernel_size={self.kernel_size}"]
+        if self.stride != self.kernel_size:
+            parts.append(f"stride={self.stride}")
+        if self.padding:
+            parts.append(f"padding={self.padding}")
+        return ", ".join([*parts, super().extra_repr()])
 
 
 class GroupPool(_Pool):

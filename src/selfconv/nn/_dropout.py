@@ -1,0 +1,51 @@
+"""Dropout whose mask is the same on all planes of the group."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selfconv.groups import Group, get_group
+from selfconv.nn._layout import check_features
+
+DropoutMode = Literal["channel", "point"]
+
+
+class GroupDropout(nn.Module):
+    """Dropout with one mask for all planes of the group; in evaluation the identity:
+
+        channel   y_c(R, x) = f_c(R, x) m_c          one draw for each image and channel
+        point     y_c(R, x) = f_c(R, x) m_c(x)       one draw for each image, channel and place
+
+    m is 0 with probability ``p`` and 1 / (1 − p) otherwise. Shapes: ``[N, C, |H|, h, w]``, on z2
+    ``[N, C, h, w]``, to the same.
+
+    Equivariance of a random layer can mean two things. *For the same mask*: layer(L_S[f]; m) =
+    L_S[layer(f; m)], each draw of the layer is an equivariant function; "channel" is, to ``group`` and
+    shifts. *In distribution*: layer(L_S[f]; m) and L_S[layer(f; m)] are equally probable, since
+    layer(L_S[f]; L_S[m]) = L_S[layer(f; m)] and L_S[m] is as probable as m; "point" is, and so is
+    ``nn.Dropout``, which draws for each plane too and so leaves parts of a group feature standing.
+    """
+
+    def __init__(self, p: float = 0.5, mode: DropoutMode = "channel", *, group: str | Group = "z2") -> None:
+        super().__init__()
+        if isinstance(p, bool) or not isinstance(p, int | float) or not 0 <= p <= 1:
+            raise ValueError(f"p: expected a probability, 0 ≤ p ≤ 1; got {p!r}")
+        if mode not in ("channel", "point"):
+            raise ValueError(f"mode: expected 'channel' or 'point'; got {mode!r}")
+        self.p = p
+        self.mode = mode
+        self.group = get_group(group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        check_features("GroupDropout", x, None, self.group)
+        if not self.training or self.p == 0:
+            return x
+        shape = list(x.shape)
+        shape[2:] = [1] * (x.dim() - 2) if self.mode == "channel" else [1] * (x.dim() - 4) + shape[-2:]
+        return x * F.dropout(x.new_ones(shape), self.p)  # [N, C, (1,) 1, 1] or [N, C, (1,) h, w]
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, mode={self.mode!r}, group={self.group.name!r}"

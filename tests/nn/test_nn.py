@@ -22,19 +22,33 @@ from selfconv.nn import (
     GlobalPool,
     GroupBatchNorm,
     GroupConv2d,
+    GroupDropout,
+    GroupLayerNorm,
     GroupPool,
     LiftingConv2d,
     LocalAttention2d,
+    RestrictGroup,
     SimpleAffineSelfConv2d,
     SpatialPool2d,
     SqueezeExcite,
     StandAloneSelfAttention2d,
+    Upsample2d,
     set_backend,
 )
 from selfconv.ops import reference
 from selfconv.testing import assert_equivariant, shift_error
 
 C2 = Group("c2", (IDENTITY, ((-1, 0), (0, -1))))
+
+
+class SameMask(GroupDropout):
+    """Dropout that draws the same numbers at every call: one mask."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            return super().forward(x)
+
 
 ANY: Any = "odd"  # a word that no argument takes
 Make = Callable[..., nn.Module]
@@ -65,11 +79,22 @@ LAYERS: dict[str, Make] = {
     "lifting_wide_padding": lambda **k: LiftingConv2d(4, 6, 3, padding=2, **k),
     "lifting_stride_pool": lambda **k: LiftingConv2d(4, 6, 3, stride=2, padding=1, downsample="pool", **k),
     "batch_norm": lambda **k: GroupBatchNorm(4, **k),
+    "layer_norm": lambda **k: GroupLayerNorm(4, **k),
+    "layer_norm_plain": lambda **k: GroupLayerNorm(4, elementwise_affine=False, **k),
     "squeeze_excite": lambda **k: SqueezeExcite(4, 2, **k),
+    "dropout": lambda **k: SameMask(0.5, group=k["group"]),
+    "dropout_point": lambda **k: GroupDropout(0.5, "point", group=k["group"]).eval(),
+    "restrict": lambda **k: RestrictGroup(k["group"], group=k["group"]),
     "group_pool_mean": lambda **k: GroupPool("mean", group=k["group"]),
     "group_pool_max": lambda **k: GroupPool("max", group=k["group"]),
     "avg_pool": lambda **k: SpatialPool2d(2, "mean", group=k["group"]),
     "max_pool": lambda **k: SpatialPool2d(2, "max", group=k["group"]),
+    "avg_pool_overlapping": lambda **k: SpatialPool2d(3, "mean", stride=1, padding=1, group=k["group"]),
+    "max_pool_overlapping": lambda **k: SpatialPool2d(4, "max", stride=2, padding=1, group=k["group"]),
+    "upsample_nearest": lambda **k: Upsample2d(2, "nearest", group=k["group"]),
+    "upsample_nearest_3": lambda **k: Upsample2d(3, "nearest", group=k["group"]),
+    "upsample_bilinear": lambda **k: Upsample2d(2, "bilinear", group=k["group"]),
+    "upsample_bilinear_3": lambda **k: Upsample2d(3, "bilinear", group=k["group"]),
     "global_mean": lambda **k: GlobalPool("mean", group=k["group"]),
     "global_max": lambda **k: GlobalPool("max", group=k["group"]),
     "global_group_max": lambda **k: GlobalPool("group_max", group=k["group"]),
@@ -105,6 +130,10 @@ def test_equivariant_to_shifts(name: str, group: str) -> None:
     elif name == "squeeze_excite":  # the gate sees the whole map, border and all: again a cyclic shift
         moved, expected = layer(x.roll((1, 2), (-2, -1))), layer(x).roll((1, 2), (-2, -1))
         torch.testing.assert_close(moved, expected, rtol=0, atol=1e-12)
+    elif isinstance(layer, Upsample2d):  # one cell of the input is several of the output
+        s, inner = layer.scale_factor, slice(2 * layer.scale_factor, -2 * layer.scale_factor)
+        moved, expected = layer(x.roll((1, 1), (-2, -1))), layer(x).roll((s, s), (-2, -1))
+        assert torch.equal(moved[..., inner, inner], expected[..., inner, inner])
     else:
         error = shift_error(layer, x, stride, stride)
         assert error is not None
@@ -316,7 +345,16 @@ def test_printing_shows_sizes() -> None:
 
 
 def test_device_and_dtype_arguments() -> None:
-    for name in ("asc", "simple_asc", "sasa", "conv", "lifting", "batch_norm", "squeeze_excite"):
+    for name in (
+        "asc",
+        "simple_asc",
+        "sasa",
+        "conv",
+        "lifting",
+        "batch_norm",
+        "layer_norm",
+        "squeeze_excite",
+    ):
         layer = LAYERS[name](group="p4", device="meta", dtype=torch.bfloat16)
         assert all(p.device.type == "meta" and p.dtype == torch.bfloat16 for p in layer.parameters())
 
@@ -412,6 +450,31 @@ def test_layer_attention_weights_sum_to_one(group: str) -> None:
         (lambda: GroupPool(ANY), "mode: expected 'mean' or 'max'; got 'odd'"),
         (lambda: GlobalPool(ANY), "mode: expected 'mean', 'max' or 'group_max'; got 'odd'"),
         (lambda: SpatialPool2d(0), "kernel_size: expected an integer ≥ 1; got 0"),
+        (lambda: SpatialPool2d(2, stride=0), "stride: expected an integer ≥ 1; got 0"),
+        (
+            lambda: SpatialPool2d(3, padding=2),
+            "padding: expected an integer from 0 to half of kernel_size=3; got 2",
+        ),
+        (
+            lambda: SpatialPool2d(3, "max")(torch.ones(1, 1, 2, 8)),
+            "SpatialPool2d expects maps of 3×3 or more; got shape [1, 1, 2, 8]",
+        ),
+        (lambda: Upsample2d(0), "scale_factor: expected an integer ≥ 1; got 0"),
+        (lambda: Upsample2d(1.5), "scale_factor: expected an integer ≥ 1; got 1.5"),  # type: ignore[arg-type]
+        (lambda: Upsample2d(2, ANY), "mode: expected 'nearest' or 'bilinear'; got 'odd'"),
+        (
+            lambda: Upsample2d(2)(torch.ones(1, 1, 0, 8)),
+            "Upsample2d expects maps of 1×1 or more; got shape [1, 1, 0, 8]",
+        ),
+        (lambda: GroupLayerNorm(0), "num_channels: expected an integer ≥ 1; got 0"),
+        (lambda: GroupLayerNorm((4, 8)), "num_channels: expected an integer ≥ 1; got (4, 8)"),  # type: ignore[arg-type]
+        (lambda: GroupDropout(1.5), "p: expected a probability, 0 ≤ p ≤ 1; got 1.5"),
+        (lambda: GroupDropout(ANY), "p: expected a probability, 0 ≤ p ≤ 1; got 'odd'"),
+        (lambda: GroupDropout(mode=ANY), "mode: expected 'channel' or 'point'; got 'odd'"),
+        (
+            lambda: RestrictGroup("p4m", group="p4"),
+            "group 'p4m' is not a subgroup of 'p4': ((1, 0), (0, -1)) is no element of it",
+        ),
     ],
 )
 def test_bad_arguments_are_restated(make: Callable[[], nn.Module], message: str) -> None:

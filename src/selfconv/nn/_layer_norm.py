@@ -19,10 +19,6 @@ class GroupLayerNorm(nn.LayerNorm):
     here space, with γ and β for each place, and is not equivariant.
     """
 
-    normalized_shape: tuple[int]
-    weight: Tensor | None
-    bias: Tensor | None
-
     def __init__(
         self,
         num_channels: int,

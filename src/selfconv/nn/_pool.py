@@ -35,13 +35,13 @@ class _Pool(nn.Module):
 
 
 class SpatialPool2d(_Pool):
-    """Mean or maximum over windows of space, plane by plane, as ``nn.AvgPool2d`` and ``nn.MaxPool2d`` take them:
+    """Mean or maximum over windows of space: ``nn.AvgPool2d`` and ``nn.MaxPool2d``, plane by plane,
 
         y(R, x) = mean or max of f(R, stride·x + u) over u in the kernel_size×kernel_size window
 
-    Shapes: ``[N, C, |H|, h, w] -> [N, C, |H|, h', w']``, on z2 without the group axis. ``stride`` is by default
-    ``kernel_size`` (disjoint cells), ``padding`` at most half of it (zeros that count in a mean, nothing to
-    a maximum).
+    Shapes: ``[N, C, |H|, h, w] -> [N, C, |H|, h', w']``, on z2 without the group axis. ``stride`` is
+    ``kernel_size`` by default (disjoint cells). ``padding``, at most kernel_size / 2, counts as zeros in
+    a mean and is ignored in a maximum.
 
     Equivariant to ``group``, and to shifts by multiples of the stride, on maps where
     size + 2·padding − kernel_size is a multiple of the stride: multiples of ``kernel_size``, by default. On

@@ -20,9 +20,9 @@ class Upsample2d(nn.Module):
         nearest    y(s·i + r) = x(i)
         bilinear   y(s·i + r) = (1 − |t|) x(i) + |t| x(i + sign t),   t = (2r + 1 − s) / 2s
 
-    and x(−1) = x(0), x(n) = x(n − 1). These are ``F.interpolate``'s "nearest" and "bilinear" with
-    ``align_corners=False``, plane by plane; ``F.interpolate`` itself, given one factor, enlarges the group axis
-    too.
+    and x(−1) = x(0), x(n) = x(n − 1). This is ``F.interpolate`` in the modes "nearest" and
+    "bilinear" (``align_corners=False``), plane by plane; ``F.interpolate`` itself, given one factor, enlarges
+    the group axis too.
 
     Shapes: ``[N, C, |H|, h, w] -> [N, C, |H|, s·h, s·w]``, on z2 without the group axis. Equivariant to
     ``group`` on every size, because a mirrored row swaps r with s − 1 − r, and so t with −t; and to shifts:

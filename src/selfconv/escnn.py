@@ -1,0 +1,181 @@
+"""Layers of selfconv in networks of escnn, and the other way round. ``import selfconv.escnn`` needs escnn.
+
+escnn's features are fields, each with a representation of the group. C *regular* fields, ``[N, C·|H|, h, w]``,
+are our features on the group, ``[N, C, |H|, h, w]``; C *trivial* fields our planar ones, ``[N, C, h, w]``:
+
+- channel c·|H| + r of regular fields is plane r of channel c, where r counts ``fibergroup.elements``;
+- the representation moves plane r to plane sr, ρ(s)[f](r) = f(s⁻¹r), as L_S does here;
+- an element moves (x, y), y upwards, where our matrices move (row, column), rows downwards. C4's element 1 is
+  ``torch.rot90(x, 1, (-2, -1))``, a quarter turn counter-clockwise, in both.
+
+The elements of C4 and D4 (``rot2dOnR2(4)``, ``flipRot2dOnR2(4)``) have the order of p4 and p4m; with another
+``axis`` D4 has another order. Planes are matched by the matrices of their elements, not by their number.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+try:
+    from escnn.nn import EquivariantModule, FieldType, GeometricTensor
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"selfconv.escnn needs {error.name}: pip install {error.name}", name=error.name
+    ) from None
+
+from selfconv.groups import GROUPS, Group, Matrix, get_group
+
+__all__ = ["AsEscnn", "FromEscnn", "from_escnn", "group_of", "to_escnn"]
+
+
+def group_of(gspace: Any) -> Group:
+    """The group with the elements of an escnn space: p4 for ``rot2dOnR2(4)``, p4m for ``flipRot2dOnR2(4)``.
+
+    A space that acts like none of ``selfconv.groups.GROUPS``, such as ``rot2dOnR2(2)``, gets a group of its
+    own, in escnn's order.
+    """
+    matrices = _matrices(gspace)
+    for group in GROUPS.values():
+        if {*group.matrices} == {*matrices}:
+            return group
+    return Group(gspace.name, matrices)
+
+
+def to_escnn(x: Tensor, field_type: FieldType, group: str | Group | None = None) -> GeometricTensor:
+    """Our features as escnn's: ``[N, C, |H|, h, w]`` as C regular fields, ``[N, C, h, w]`` as C trivial ones.
+
+    Args:
+        field_type: C times ``gspace.regular_repr``, or C times ``gspace.trivial_repr``.
+        group: whose planes x has; by default ``group_of(field_type.gspace)``.
+    """
+    planes = _planes(field_type, group)
+    axis = [] if planes is None else [len(planes)]
+    fields = len(field_type.representations)
+    if list(x.shape[1:-2]) != [fields, *axis] or x.dim() < 4:
+        expected = ", ".join(map(str, ["N", fields, *axis, "h", "w"]))
+        raise ValueError(f"to_escnn expects [{expected}] for {field_type}; got shape {list(x.shape)}")
+    if planes is not None:
+        x = _reorder(x, planes).flatten(1, 2)
+    return GeometricTensor(x, field_type)
+
+
+def from_escnn(x: GeometricTensor, group: str | Group | None = None) -> Tensor:
+    """escnn's features as ours: regular fields as ``[N, C, |H|, h, w]``, trivial ones as ``[N, C, h, w]``.
+
+    The inverse of ``to_escnn``; a view, where the planes have the same order.
+    """
+    planes = _planes(x.type, group)
+    if x.tensor.dim() != 4:
+        raise ValueError(f"from_escnn expects fields on a grid, [N, C, h, w]; got shape {list(x.shape)}")
+    if planes is None:
+        return x.tensor
+    inverse = [planes.index(r) for r in range(len(planes))]
+    return _reorder(x.tensor.unflatten(1, (-1, len(planes))), inverse)
+
+
+class AsEscnn(EquivariantModule):
+    """A layer or network on our features as a module of escnn, for its ``SequentialModule`` and the like.
+
+    Shapes: those of ``in_type`` and ``out_type``, regular or trivial fields each. Equivariant to the group of
+    their space, if the layer is.
+
+    Args:
+        layer: from features like ``from_escnn`` gives for ``in_type`` to such features for ``out_type``.
+        group: that of the layer; by default ``group_of(in_type.gspace)``.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        in_type: FieldType,
+        out_type: FieldType,
+        group: str | Group | None = None,
+    ) -> None:
+        super().__init__()
+        for field_type in (in_type, out_type):
+            _planes(field_type, group)
+        self.layer = layer
+        self.in_type = in_type
+        self.out_type = out_type
+        self.group = group_of(in_type.gspace) if group is None else get_group(group)
+
+    def forward(self, input: GeometricTensor) -> GeometricTensor:
+        if input.type != self.in_type:
+            raise ValueError(f"AsEscnn expects features of type {self.in_type}; got {input.type}")
+        return to_escnn(self.layer(from_escnn(input, self.group)), self.out_type, self.group)
+
+    def evaluate_output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        layer = copy.deepcopy(self.layer).to("meta").eval()  # shapes alone, and no statistics that move
+        given = GeometricTensor(torch.empty(input_shape, device="meta"), self.in_type)
+        dtype = next((p.dtype for p in layer.parameters()), torch.float32)
+        out = layer(from_escnn(given, self.group).to(dtype))
+        return tuple(to_escnn(out, self.out_type, self.group).shape)
+
+
+class FromEscnn(nn.Module):
+    """A module of escnn as a layer on our features.
+
+    Shapes: ``[N, C, |H|, h, w]`` for regular fields of the module's ``in_type`` and ``out_type``, ``[N, C, h, w]``
+    for trivial ones. Equivariant to the group of their space, as the module is.
+
+    Args:
+        module: an ``escnn.nn.EquivariantModule`` from regular or trivial fields to such fields.
+        group: that of the features; by default ``group_of(module.in_type.gspace)``.
+    """
+
+    def __init__(self, module: EquivariantModule, group: str | Group | None = None) -> None:
+        super().__init__()
+        for field_type in (module.in_type, module.out_type):
+            _planes(field_type, group)
+        self.module = module
+        self.group = group_of(module.in_type.gspace) if group is None else get_group(group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return from_escnn(self.module(to_escnn(x, self.module.in_type, self.group)), self.group)
+
+    def extra_repr(self) -> str:
+        return f"group={self.group.name!r}"
+
+
+def _matrices(gspace: Any) -> tuple[Matrix, ...]:
+    """How the space's elements move (row, column) offsets, in escnn's order."""
+    elements = gspace.fibergroup.elements
+    if not elements or gspace.dimensionality != 2:
+        raise ValueError(f"expected a space of the plane with a finite group; got escnn's {gspace.name}")
+    found = []
+    for element in elements:
+        (a, b), (c, d) = gspace.basespace_action(element).tolist()
+        matrix = ((round(d), round(-c)), (round(-b), round(a)))  # row = −y, column = x
+        (e, f), (g, h) = matrix
+        if max(abs(d - e), abs(-c - f), abs(-b - g), abs(a - h)) > 1e-6:
+            raise ValueError(
+                f"escnn's space {gspace.name} has element {element}, which does not map the grid to itself; "
+                "expected quarter turns, and mirrors along rows, columns or diagonals"
+            )
+        found.append(matrix)
+    return tuple(found)
+
+
+def _planes(field_type: FieldType, group: str | Group | None) -> list[int] | None:
+    """Which of our planes is plane r of escnn's regular fields; None for planar features."""
+    gspace = field_type.gspace
+    matrices = _matrices(gspace)
+    group = group_of(gspace) if group is None else get_group(group)
+    if {*group.matrices} != {*matrices}:
+        raise ValueError(f"group {group.name!r} has other elements than escnn's space {gspace.name}")
+    kinds = field_type.representations
+    if all(kind == gspace.trivial_repr for kind in kinds):
+        return None
+    if all(kind == gspace.regular_repr for kind in kinds):
+        return None if len(group) == 1 else [group.matrices.index(matrix) for matrix in matrices]
+    raise ValueError(f"expected regular fields alone, or trivial fields alone; got {field_type}")
+
+
+def _reorder(x: Tensor, planes: list[int]) -> Tensor:
+    if planes == list(range(len(planes))):
+        return x
+    return x.index_select(2, torch.tensor(planes, device=x.device))

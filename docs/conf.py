@@ -28,6 +28,7 @@ html_copy_source = False
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
+autodoc_mock_imports = ["escnn"]  # which selfconv.escnn is about, and no extra brings
 autodoc_inherit_docstrings = False  # torch's own words about forward()
 autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True

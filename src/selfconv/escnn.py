@@ -1,7 +1,8 @@
 """Layers of selfconv in networks of escnn, and the other way round. ``import selfconv.escnn`` needs escnn.
 
-escnn's features are fields, each with a representation of the group. C *regular* fields, ``[N, C·|H|, h, w]``,
-are our features on the group, ``[N, C, |H|, h, w]``; C *trivial* fields our planar ones, ``[N, C, h, w]``:
+escnn's features are fields, each with a representation of the group. C *regular* fields, that is
+``[N, C·|H|, h, w]``, are our features on the group, ``[N, C, |H|, h, w]``; C *trivial* fields are our planar
+ones, ``[N, C, h, w]``:
 
 - channel c·|H| + r of regular fields is plane r of channel c, where r counts ``fibergroup.elements``;
 - the representation moves plane r to plane sr, ρ(s)[f](r) = f(s⁻¹r), as L_S does here;
@@ -23,8 +24,9 @@ from torch import Tensor, nn
 try:
     from escnn.nn import EquivariantModule, FieldType, GeometricTensor
 except ModuleNotFoundError as error:
+    missing = (error.name or "escnn").partition(".")[0]
     raise ModuleNotFoundError(
-        f"selfconv.escnn needs {error.name}: pip install {error.name}", name=error.name
+        f"selfconv.escnn needs {missing}: pip install {missing}", name=missing
     ) from None
 
 from selfconv.groups import GROUPS, Group, Matrix, get_group
@@ -119,8 +121,8 @@ class AsEscnn(EquivariantModule):
 class FromEscnn(nn.Module):
     """A module of escnn as a layer on our features.
 
-    Shapes: ``[N, C, |H|, h, w]`` for regular fields of the module's ``in_type`` and ``out_type``, ``[N, C, h, w]``
-    for trivial ones. Equivariant to the group of their space, as the module is.
+    Shapes: ``[N, C, |H|, h, w]`` for regular fields of the module's ``in_type`` and ``out_type``, and
+    ``[N, C, h, w]`` for trivial ones. Equivariant to the group of their space, as the module is.
 
     Args:
         module: an ``escnn.nn.EquivariantModule`` from regular or trivial fields to such fields.

@@ -531,7 +531,5 @@ def test_depthwise_is_torchs_on_the_plane() -> None:
 
 @pytest.mark.parametrize("sizes", [(4, 4), (0, 3), (4, 3, 0), (4, -1)])
 def test_windows_that_the_controls_refuse(sizes: tuple[int, ...]) -> None:
-    with pytest.raises(
-        ValueError, match="DepthwiseConv2d: expected positive sizes and an odd kernel_size; got"
-    ):
+    with pytest.raises(ValueError, match=r"DepthwiseConv2d: .*expected .* ≥ 1; got"):
         DepthwiseConv2d(*sizes)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from selfconv.groups import Group, get_group
 from selfconv.nn._conv import GroupConv2d
-from selfconv.nn._layout import avg_pool, check_features, in_memory_of
+from selfconv.nn._layout import avg_pool, check_features, check_sizes, check_window, in_memory_of
 from selfconv.ops import affine_conv
 
 
@@ -34,7 +34,8 @@ class DepthwiseConv2d(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _check_window(type(self).__name__, channels, kernel_size, stride)
+        check_sizes(type(self).__name__, channels=channels, stride=stride)
+        check_window(type(self).__name__, kernel_size)
         self.channels, self.kernel_size, self.stride = channels, kernel_size, stride
         self.group = get_group(group)
         axis = () if len(self.group) == 1 else (len(self.group),)
@@ -77,7 +78,9 @@ class AffineConv2d(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _check_window(type(self).__name__, min(in_channels, out_channels), kernel_size, stride)
+        sizes = {"in_channels": in_channels, "out_channels": out_channels, "stride": stride}
+        check_sizes(type(self).__name__, **sizes)
+        check_window(type(self).__name__, kernel_size)
         self.in_channels, self.out_channels = in_channels, out_channels
         self.kernel_size, self.stride, self.group = kernel_size, stride, get_group(group)
         factory = {"group": self.group, "device": device, "dtype": dtype}
@@ -107,11 +110,3 @@ class AffineConv2d(nn.Module):
         stride = f", stride={self.stride}" if self.stride > 1 else ""
         sizes = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"
         return f"{sizes}{stride}, group={self.group.name!r}"
-
-
-def _check_window(name: str, channels: int, kernel_size: int, stride: int) -> None:
-    if min(channels, stride) < 1 or kernel_size < 1 or kernel_size % 2 == 0:
-        raise ValueError(
-            f"{name}: expected positive sizes and an odd kernel_size; got channels={channels}, "
-            f"kernel_size={kernel_size}, stride={stride}"
-        )

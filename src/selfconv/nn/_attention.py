@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from selfconv.groups import Group, get_group
-from selfconv.nn._layout import avg_pool, check_features, group_conv
+from selfconv.nn._layout import avg_pool, check_features, check_sizes, check_window, group_conv
 from selfconv.ops import (
     affine_self_conv,
     affine_self_conv_packed,
@@ -49,13 +49,10 @@ class LocalAttention2d(nn.Module):
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        if min(in_channels, out_channels, key_channels, stride) < 1:
-            raise ValueError(
-                f"{name}: expected positive sizes; got in_channels={in_channels}, "
-                f"out_channels={out_channels}, key_channels={key_channels}, stride={stride}"
-            )
-        if not isinstance(kernel_size, int) or kernel_size < 1 or kernel_size % 2 == 0:
-            raise ValueError(f"{name}: kernel_size: expected an odd integer ≥ 1; got {kernel_size}")
+        check_sizes(
+            name, in_channels=in_channels, out_channels=out_channels, key_channels=key_channels, stride=stride
+        )
+        check_window(name, kernel_size)
         check_heads(num_heads, key=key_channels, value=out_channels)
         check_backend(backend)
         self.in_channels = in_channels
@@ -395,6 +392,7 @@ class StandAloneSelfAttention2d(LocalAttention2d):
         dtype: torch.dtype | None = None,
     ) -> None:
         key_channels = out_channels if key_channels is None else key_channels
+        check_sizes(type(self).__name__, key_channels=key_channels, out_channels=out_channels)
         check_heads(num_heads, key=key_channels, value=out_channels)
         if key_channels // num_heads % 2:
             raise ValueError(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from selfconv.groups import Z2, Group, get_group
-from selfconv.nn._layout import avg_pool, check_features, group_conv
+from selfconv.nn._layout import avg_pool, check_features, check_sizes, group_conv
 
 Downsample = Literal["stride", "pool"]
 
@@ -31,11 +31,13 @@ class _SteeredConv2d(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if min(in_channels, out_channels, kernel_size, stride) < 1:
-            raise ValueError(
-                f"expected positive sizes; got in_channels={in_channels}, out_channels={out_channels}, "
-                f"kernel_size={kernel_size}, stride={stride}"
-            )
+        check_sizes(
+            type(self).__name__,
+            in_channels=in_channels,
+            out_channels=out_channels,
+            kernel_size=kernel_size,
+            stride=stride,
+        )
         if downsample not in ("stride", "pool"):
             raise ValueError(f"downsample: expected 'stride' or 'pool'; got {downsample!r}")
         if padding == "same":

@@ -15,6 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selfconv.groups import Group
+from selfconv.ops import is_whole, owned
+
+
+def check_sizes(module: str, **sizes: int) -> None:
+    if not all(is_whole(n) and n >= 1 for n in sizes.values()):
+        given = ", ".join(f"{name}={n!r}" for name, n in sizes.items())
+        raise ValueError(f"{module}: expected sizes that are integers ≥ 1; got {given}")
+
+
+def check_window(module: str, kernel_size: int) -> None:
+    if not is_whole(kernel_size) or kernel_size < 1 or kernel_size % 2 == 0:
+        raise ValueError(f"{module}: kernel_size: expected an odd integer ≥ 1; got {kernel_size}")
 
 
 def check_features(module: str, x: Tensor, channels: int | None, group: Group) -> None:
@@ -40,7 +52,7 @@ def fold(x: Tensor) -> Tensor:
     """[N, C, |H|, h, w] -> [N, C·|H| or |H|·C, h, w], a view in either memory order; planar x as it is."""
     if x.dim() == 4:
         return x
-    return (x.transpose(1, 2) if channels_innermost(x) else x).flatten(1, 2)
+    return owned((x.transpose(1, 2) if channels_innermost(x) else x).flatten(1, 2))
 
 
 def unfold(y: Tensor, like: Tensor, group: Group) -> Tensor:
@@ -93,14 +105,16 @@ def in_memory_of(like: Tensor, y: Tensor) -> Tensor:
     return folded.unflatten(1, (y.shape[2], y.shape[1])).transpose(1, 2)
 
 
+def check_poolable(x: Tensor, size: int) -> None:
+    if min(x.shape[-2:]) < size:
+        raise ValueError(f"expected maps of {size}×{size} or more, to pool; got shape {list(x.shape)}")
+
+
 def avg_pool(x: Tensor, size: int) -> Tensor:
     """Mean over size×size cells: the downsampling that keeps quarter turns and flips exact."""
     if size == 1:
         return x
-    if min(x.shape[-2:]) < size:
-        raise ValueError(
-            f"expected maps of {size}×{size} or more, to average over; got shape {list(x.shape)}"
-        )
+    check_poolable(x, size)
     return on_folded(lambda maps: F.avg_pool2d(maps, size), x)
 
 

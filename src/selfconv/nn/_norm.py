@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from selfconv.groups import Group, get_group
-from selfconv.nn._layout import channels_innermost, check_features
+from selfconv.nn._layout import channels_innermost, check_features, check_sizes
+from selfconv.ops import owned
 
 
 class GroupBatchNorm(nn.BatchNorm2d):
@@ -29,6 +30,7 @@ class GroupBatchNorm(nn.BatchNorm2d):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_sizes("GroupBatchNorm", num_features=num_features)
         super().__init__(num_features, eps, momentum, device=device, dtype=dtype)
         self.group = get_group(group)
 
@@ -38,9 +40,9 @@ class GroupBatchNorm(nn.BatchNorm2d):
             return super().forward(x)
         order = x.shape[2]
         if channels_innermost(x):  # [N, C, h, w·|H|] in channels_last
-            y = super().forward(x.permute(0, 1, 3, 4, 2).flatten(3, 4))
+            y = super().forward(owned(x.permute(0, 1, 3, 4, 2).flatten(3, 4)))
             return y.unflatten(3, (-1, order)).permute(0, 1, 4, 2, 3)
-        return super().forward(x.flatten(2, 3)).unflatten(2, (order, -1))  # [N, C, |H|·h, w]
+        return super().forward(owned(x.flatten(2, 3))).unflatten(2, (order, -1))  # [N, C, |H|·h, w]
 
     def extra_repr(self) -> str:
         return f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, group={self.group.name!r}"

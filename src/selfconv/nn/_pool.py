@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfconv.groups import Group, get_group
-from selfconv.nn._layout import check_features, on_folded
+from selfconv.nn._layout import check_features, check_sizes, on_folded
 
 Mode = Literal["mean", "max"]
 
@@ -58,10 +58,9 @@ class SpatialPool2d(_Pool):
         group: str | Group = "z2",
     ) -> None:
         super().__init__(mode, group=group)
-        if kernel_size < 1:
-            raise ValueError(f"kernel_size: expected an integer ≥ 1; got {kernel_size}")
-        if stride is not None and stride < 1:
-            raise ValueError(f"stride: expected an integer ≥ 1; got {stride}")
+        check_sizes(
+            "SpatialPool2d", kernel_size=kernel_size, stride=kernel_size if stride is None else stride
+        )
         if not 0 <= padding <= kernel_size // 2:
             raise ValueError(
                 f"padding: expected an integer from 0 to half of kernel_size={kernel_size}; got {padding}"

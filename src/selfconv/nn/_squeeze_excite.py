@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from selfconv.groups import Group, get_group
-from selfconv.nn._layout import check_features
+from selfconv.nn._layout import check_features, check_sizes
 
 
 class SqueezeExcite(nn.Module):
@@ -29,8 +29,7 @@ class SqueezeExcite(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if channels < 1 or reduction < 1:
-            raise ValueError(f"expected positive sizes; got channels={channels}, reduction={reduction}")
+        check_sizes("SqueezeExcite", channels=channels, reduction=reduction)
         self.channels = channels
         self.reduction = reduction
         self.group = get_group(group)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from selfconv.groups import Group, get_group
 from selfconv.ops._backends import BACKENDS, check_backend, choose_backend, explain_call
-from selfconv.ops._call import Call, cast, check_call, check_float, check_heads
+from selfconv.ops._call import Call, cast, check_call, check_float, check_heads, is_whole, owned
 from selfconv.ops._flops import affine_self_conv_flops
 from selfconv.ops.eager import attend, run_with_attention
 
@@ -26,6 +26,8 @@ __all__ = [
     "check_backend",
     "check_heads",
     "explain",
+    "is_whole",
+    "owned",
     "split_packed",
 ]
 
@@ -138,7 +140,7 @@ def split_packed(packed: Tensor, channels: Sequence[int]) -> tuple[Tensor, Tenso
 
 def _run(call: Call, backend: str | None) -> Tensor:
     out = choose_backend(call, backend)(call)
-    return out.squeeze(2) if len(call.group) == 1 else out
+    return owned(out.squeeze(2)) if len(call.group) == 1 else out
 
 
 def explain(

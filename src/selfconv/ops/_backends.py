@@ -11,7 +11,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from selfconv.ops import _threads  # noqa: F401  # now, not when a backend needs it: it has to notice forks
 from selfconv.ops._call import Call
+from selfconv.ops._transforms import differentiated_forwards, inside_func_derivative
 
 Run = Callable[[Call], Tensor]
 Refusal = Callable[[Call], str | None]
@@ -60,6 +62,15 @@ def _load_reference() -> Run:
     return run
 
 
+def _transform_refusal(call: Call) -> str | None:
+    """Fused kernels have one derivative, backwards: torch would take the others for zero, or fail."""
+    if differentiated_forwards(call.tensors):
+        return "has no forward-mode derivative; choose backend='eager'"
+    if inside_func_derivative():
+        return "takes no part in torch.func's grad, jvp and their like; choose backend='eager'"
+    return None
+
+
 def _triton_refusal(call: Call) -> str | None:
     dtypes = {t.dtype for t in call.tensors}
     if call.dense:
@@ -69,7 +80,7 @@ def _triton_refusal(call: Call) -> str | None:
         return f"serves float16, bfloat16 and float32 in any mix, or float64 alone; got {given}"
     if call.value.device.type != "cuda" and not _interpreted(call):
         return f"runs on GPUs; the tensors are on {call.value.device}"
-    return None
+    return _transform_refusal(call)
 
 
 def _triton_reserve(call: Call) -> str | None:
@@ -85,7 +96,7 @@ def _interpreted(call: Call) -> bool:
 def _numba_refusal(call: Call) -> str | None:
     if call.value.device.type != "cpu":
         return f"runs on the CPU; the tensors are on {call.value.device}"
-    return "serves no dense ψ" if call.dense else None
+    return "serves no dense ψ" if call.dense else _transform_refusal(call)
 
 
 def _reference_reserve(call: Call) -> str:

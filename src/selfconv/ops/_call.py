@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,6 +64,17 @@ def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t if t.dtype == dtype else t.to(dtype)
 
 
+def owned(t: Tensor) -> Tensor:
+    """A 4-D view as it is; while torch.compile traces training, a copy.
+
+    Inductor fails on 4-D views that it keeps for the backward pass, as convolutions and norms need them, once
+    image sizes are symbols: it cannot sort their strides. The copy is written in the order that its
+    convolutions take. It is a sum of one term because Inductor removes ``clone``.
+    """
+    tracing = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    return t.unsqueeze(0).sum(0) if tracing and torch.is_grad_enabled() else t
+
+
 def check_call(
     query: Tensor,
     key: Tensor,
@@ -99,10 +111,14 @@ def check_call(
             + shapes(features)
         )
 
-    c_k, c_v = key.shape[1], value.shape[1]
-    sizes = {f.shape[-2:] for f in filters.values() if f is not None}
+    c_k, c_v = int(key.shape[1]), int(value.shape[1])  # torch.jit.trace makes tensors of sizes
+    if min(c_k, c_v) < 1:
+        raise ValueError(f"expected one channel or more; got {shapes(features)}")
+    if not (kernel_size is None or is_whole(kernel_size)):
+        raise TypeError(f"kernel_size: expected an odd integer ≥ 1; got {kernel_size!r}")
+    sizes = {(int(f.shape[-2]), int(f.shape[-1])) for f in filters.values() if f is not None}
     if kernel_size is not None:
-        sizes |= {torch.Size((kernel_size, kernel_size))}
+        sizes |= {(kernel_size, kernel_size)}
     if len(sizes) != 1:
         expected = (
             "one window size among psi and beta" if sizes else "kernel_size, as psi and beta are all None"
@@ -110,7 +126,7 @@ def check_call(
         raise ValueError(f"expected {expected}; got {shapes(filters)}, kernel_size={kernel_size}")
     (window,) = sizes
     k = window[0]
-    if window[0] != window[1] or k % 2 == 0:
+    if window[0] != window[1] or k % 2 == 0 or k < 1:
         raise ValueError(f"expected a square window of odd size; got {list(window)} ({shapes(filters)})")
     axis = () if len(group) == 1 else (len(group),)
     for suffix, c in (("k", c_k), ("v", c_v)):
@@ -150,8 +166,14 @@ def check_float(name: str, t: Tensor) -> None:
         raise TypeError(f"{name}: expected a floating-point tensor; got {t.dtype} of shape {list(t.shape)}")
 
 
+def is_whole(number: object) -> bool:
+    return isinstance(number, int | np.integer)
+
+
 def check_heads(num_heads: int, **channels: int) -> None:
-    """Raises ValueError unless heads split all these channels into equal runs."""
+    """Raises an error unless heads split all these channels into equal runs."""
+    if not is_whole(num_heads):
+        raise TypeError(f"num_heads: expected an integer ≥ 1; got {num_heads!r}")
     if num_heads < 1 or any(c % num_heads for c in channels.values()):
         counts = ", ".join(f"{c} {name} channels" for name, c in channels.items())
         common = math.gcd(*channels.values())
@@ -160,4 +182,6 @@ def check_heads(num_heads: int, **channels: int) -> None:
 
 
 def shapes(tensors: Mapping[str, Tensor | None]) -> str:
-    return ", ".join(f"{name} {None if t is None else list(t.shape)}" for name, t in tensors.items())
+    return ", ".join(
+        f"{name} {None if t is None else list(map(int, t.shape))}" for name, t in tensors.items()
+    )

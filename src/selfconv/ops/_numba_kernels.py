@@ -118,20 +118,22 @@ def products(planes, window, a, unit, x, side, corner, sizes, out, affines):
 
 
 @njit(**options)
-def exponentiate(scores, log, taps):
-    """2^(score[t] − log) in place of score[t]."""
+def exponentiate(scores, log, shift, taps):
+    """2^(score[t] − log − shift) in place of score[t]."""
     step = PARTS * lanes_of(scores)
     less = zeros(scores) - log
     for t in range(taps):
-        store(scores, t * step, exp2(less + load(scores, t * step)))
+        store(scores, t * step, exp2(less + load(scores, t * step), shift))
 
 
 @njit(**options)
-def attend(planes, window, unit, q, keys, values, row, sizes, out, logs, alpha):
+def attend(planes, window, unit, shift, taps_up, q, keys, values, row, sizes, out, logs, alpha):
     """Output and log2-sum-exp2 along a row of one plane.
 
     Args:
         unit: of the scores: scale · log2(e).
+        shift, taps_up: weights are divided by 2^shift = ``taps_up`` ≥ taps until they are normalised, so that
+            no sum over the window is larger than its terms.
         row: where its first window begins.
         alpha: room for α of one vector of positions.
     """
@@ -144,11 +146,11 @@ def attend(planes, window, unit, q, keys, values, row, sizes, out, logs, alpha):
         largest = load(alpha, 0)
         for t in range(1, taps):
             largest = maximum(largest, load(alpha, t * step))
-        exponentiate(alpha, largest, taps)
+        exponentiate(alpha, largest, shift, taps)
         total = zeros(q)
         for t in range(taps):
             total = total + load(alpha, t * step)
-        store(logs, x, largest + log2(total))
+        store(logs, x, largest + log2(total * taps_up))
         for c in range(values.channels):
             aggregate = zeros(q)
             for t in range(taps):
@@ -170,7 +172,7 @@ def softmax_backward(
     step = PARTS * lanes_of(q)
     products(planes, window, q, unit, x, keys, corner, sizes, alpha, affines)
     products(planes, window, g, scale, x, values, corner, sizes, ds, None)  # dα, at first
-    exponentiate(alpha, load(logs, x), taps)  # scores of the same bits as logs were made from
+    exponentiate(alpha, load(logs, x), zeros(q), taps)  # scores of the same bits as logs were made from
     mean = zeros(q)  # Σ_t α[t] dα[t]
     weights = zeros(q)  # Σ_t α[t]: one, but for the rounding of logs
     for t in range(taps):
@@ -267,6 +269,7 @@ def forward_worker(name, order):
         entries = P * sizes.taps * (R + 1)
         window = pointer(addresses.window, np.int64)
         unit = splat(dtype(pointer(addresses.scale, np.float64)[0] * LOG2_E))
+        shift, taps_up = splat(dtype(sizes.shift)), splat(dtype(np.int64(1) << sizes.shift))
         query, key, value = read_map(args, 0), read_map(args, 1), read_map(args, 2)
         out, lse = read_map(args, 3), read_map(args, 4)
 
@@ -304,7 +307,7 @@ def forward_worker(name, order):
                         row = (i - start + sizes.halo - sizes.border) * sizes.stride
                         for p in range(P):
                             attend(
-                                planes, window, unit, advance(q, p * c_k * plane),
+                                planes, window, unit, shift, taps_up, advance(q, p * c_k * plane),
                                 of_plane(planes, keys, p, sizes), of_plane(planes, values, p, sizes), row,
                                 sizes, advance(o, p * c_v * plane), advance(logs, p * plane), alpha,
                             )  # fmt: skip

@@ -27,8 +27,8 @@ COUNTERS = 2
 Addresses = namedtuple("Addresses", "scratch scale window table_k table_v")
 Sizes = namedtuple(
     "Sizes",
-    "tasks chunk scratch images planes height width c_k c_v taps border lane_images lane_heads head_blocks "
-    "batch strip strips halo stride plane columns",
+    "tasks chunk scratch images planes height width c_k c_v taps shift border lane_images lane_heads "
+    "head_blocks batch strip strips halo stride plane columns",
 )
 # Features [N, C, P, h, w] of the caller: address and strides; then the channels of a head, how far apart
 # blocks of images and of heads are, and the address of a table that says where each lane's head begins.

@@ -323,37 +323,40 @@ def _exp2_polynomial(degree: int) -> list[float]:
 
 
 @intrinsic
-def exp2(typingctx: Any, x: Any) -> Any:
-    """2^x for x ≤ 0, to the last bits of the type; what would underflow becomes its least normal number.
+def exp2(typingctx: Any, x: Any, shift: Any) -> Any:
+    """2^(x − shift) for x ≤ 0 and a small whole number shift, to the last bits of the type.
 
-    2^x = 2^n 2^f with n the nearest integer: adding 1.5·2^23 (float32) leaves n in the low bits of the sum,
-    which then go straight into the exponent of the polynomial's value.
+    2^x = 2^n 2^f with n the nearest integer: adding 1.5·2^23 (float32) leaves n in the low bits of the sum.
+    With the bias of the exponent among them they are, moved into its place, the number 2^n. NaN times that
+    is NaN, whatever bits it has. Results that would leave the normal numbers are 0: the bias is one less than
+    the type's and the polynomial that of 2·2^f, so that 2^n becomes 0 before its product is subnormal.
     """
     single = x.dtype == types.float32
-    least, digits, degree = (-126.0, 23, 5) if single else (-1022.0, 52, 11)
+    bias, digits, degree = (126, 23, 5) if single else (1022, 52, 11)
     integers = ir.VectorType(ir.IntType(x.dtype.bitwidth), x.lanes)
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        (value,) = args
-        floor, magic = _constant(x, least), _constant(x, 1.5 * 2.0**digits)
+        value, less = args
+        floor = builder.fsub(less, _constant(x, bias))  # where the exponent's bits become 0
+        magic = builder.fsub(_constant(x, 1.5 * 2.0**digits + bias), less)
         value = builder.select(builder.fcmp_ordered(">", floor, value), floor, value)  # NaN stays NaN
         shifted = builder.fadd(value, magic)
         fraction = builder.fsub(value, builder.fsub(shifted, magic))
-        coefficients = [_constant(x, c) for c in _exp2_polynomial(degree)]
+        coefficients = [_constant(x, 2 * c) for c in _exp2_polynomial(degree)]
         pairs = zip(coefficients[::2], coefficients[1::2], strict=True)  # a shorter chain than one by one
         first, *rest = (_call(builder, "fma", x, [high, fraction, low]) for high, low in pairs)
         power, square = first, builder.fmul(fraction, fraction)
         for pair in rest:
             power = _call(builder, "fma", x, [power, square, pair])
         exponent = builder.shl(builder.bitcast(shifted, integers), ir.Constant(integers, [digits] * x.lanes))
-        return builder.bitcast(builder.add(builder.bitcast(power, integers), exponent), _llvm(x))
+        return builder.fmul(power, builder.bitcast(exponent, _llvm(x)))
 
-    return x(x), codegen
+    return x(x, x), codegen
 
 
 @intrinsic
 def log2(typingctx: Any, x: Any) -> Any:
-    """log2 of x ≥ 1, to the last bits of the type.
+    """log2 of x ≥ 1, to the last bits of the type; of NaN, NaN.
 
     x = 2^n m with m from √½ to √2: counted from the bits of √½, the exponent of x is n. The series of
     log m = 2 atanh(s), s = (m − 1)/(m + 1), does the rest.
@@ -378,7 +381,8 @@ def log2(typingctx: Any, x: Any) -> Any:
         series = _constant(x, 0.0)
         for odd in range(2 * terms - 1, 0, -2):
             series = _call(builder, "fma", x, [series, square, _constant(x, 2 / np.log(2) / odd)])
-        return _call(builder, "fma", x, [series, s, builder.sitofp(n, _llvm(x))])
+        result = _call(builder, "fma", x, [series, s, builder.sitofp(n, _llvm(x))])
+        return builder.fadd(result, builder.fsub(args[0], args[0]))  # 0, or NaN: whose bits make a number
 
     return x(x), codegen
 

@@ -26,6 +26,7 @@ from selfconv.ops._flops import affine_self_conv_flops
 from selfconv.ops._numba_tiles import COUNTERS, Map, Sizes
 from selfconv.ops._simd import PART_BYTES, PARTS
 from selfconv.ops._threads import num_threads, run_workers
+from selfconv.ops._transforms import check_gradient, refuse_second_derivative, register_vmap
 
 TASKS = 16  # as many as are worth sharing out: fewer are cut into strips of rows
 
@@ -137,18 +138,17 @@ def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> Any:
     *features, table_k, table_v, lse = ctx.saved_tensors
     if grad is None:
         return [None] * len(features), None, None, None
+    check_gradient(grad)
     d_features, d_table_k, d_table_v = torch.ops.selfconv.numba_backward(
         grad, features, table_k, table_v, lse, ctx.scale
     )
     return d_features, d_table_k, d_table_v, None
 
 
-def _no_second_derivative(ctx: Any, *grads: Any) -> Any:
-    raise RuntimeError("the CPU kernels have no second derivative: choose backend='eager' for it")
-
-
 numba_forward.register_autograd(_backward, setup_context=_setup_context)
-numba_backward.register_autograd(_no_second_derivative)
+numba_backward.register_autograd(refuse_second_derivative)
+register_vmap(numba_forward)
+register_vmap(numba_backward)
 
 
 @register_flop_formula(torch.ops.selfconv.numba_forward)
@@ -220,8 +220,8 @@ def make_plan(
     tasks = batches * head_blocks * strips
     chunk = head_blocks * strips if batches >= 2 * threads else 1  # whole images stay on one core
     sizes = Sizes(
-        tasks, chunk, size, n, planes, h, w, c_k, c_v, taps, border, lane_images, lane_heads, head_blocks,
-        batch, strip, strips, halo, stride, plane, columns,
+        tasks, chunk, size, n, planes, h, w, c_k, c_v, taps, (taps - 1).bit_length(), border, lane_images,
+        lane_heads, head_blocks, batch, strip, strips, halo, stride, plane, columns,
     )  # fmt: skip
     window = (np.arange(k)[:, None] * stride + np.arange(k) * lanes).ravel()
     return Plan(

@@ -38,6 +38,7 @@ from torch import Tensor
 
 from selfconv._extras import require
 from selfconv.ops._call import Call
+from selfconv.ops._transforms import check_gradient, refuse_second_derivative, register_vmap
 
 require("the backend", "triton")
 
@@ -443,11 +444,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
     lse, *inputs = ctx.saved_tensors
+    check_gradient(grad)
     gradients = iter(_backward_op(grad, lse, *inputs, *ctx.options))
     return *(None if t is None else next(gradients) for t in inputs), None, None, None
 
 
 _forward_op.register_autograd(_differentiate, setup_context=_save)
+_backward_op.register_autograd(refuse_second_derivative)
+register_vmap(_forward_op)
+register_vmap(_backward_op)
 
 
 def run(call: Call) -> Tensor:

@@ -422,7 +422,10 @@ def test_layer_attention_weights_sum_to_one(group: str) -> None:
         (lambda: AffineSelfConv2d(4, 8, (3, 3)), "expected an odd integer ≥ 1; got (3, 3)"),  # type: ignore[arg-type]
         (lambda: AffineSelfConv2d(10, 10), "10 value channels; expected one of 1, 2, 5, 10"),
         (lambda: AffineSelfConv2d(8, 8, stride=2)(torch.ones(1, 8, 1, 1)), "expected maps of 2×2 or more"),
-        (lambda: AffineSelfConv2d(0, 8), "expected positive sizes; got in_channels=0"),
+        (
+            lambda: AffineSelfConv2d(0, 8),
+            "AffineSelfConv2d: expected sizes that are integers ≥ 1; got in_channels=0",
+        ),
         (lambda: AffineSelfConv2d(4, 8, psi=ANY), "psi: expected 'channel' or 'dense'; got 'odd'"),
         (lambda: SimpleAffineSelfConv2d(4, 8, psi=ANY), "psi: expected 'channel' or 'dense'; got 'odd'"),
         (lambda: AffineSelfConv2d(4, 8, affine=ANY), "affine: expected 'both', 'psi' or 'beta'; got 'odd'"),
@@ -435,7 +438,7 @@ def test_layer_attention_weights_sum_to_one(group: str) -> None:
         (lambda: StandAloneSelfAttention2d(4, 8), "8 key channels in 8 heads, 1 each"),
         (
             lambda: GroupConv2d(4, 8, 3, stride=0),
-            "expected positive sizes; got in_channels=4, out_channels=8",
+            "GroupConv2d: expected sizes that are integers ≥ 1; got in_channels=4, out_channels=8",
         ),
         (lambda: GroupConv2d(4, 8, 2, padding="same"), "padding='same' expects an odd kernel_size; got 2"),
         (
@@ -446,11 +449,14 @@ def test_layer_attention_weights_sum_to_one(group: str) -> None:
             lambda: GroupConv2d(4, 8, 3, downsample=ANY),
             "downsample: expected 'stride' or 'pool'; got 'odd'",
         ),
-        (lambda: SqueezeExcite(0), "expected positive sizes; got channels=0, reduction=16"),
+        (
+            lambda: SqueezeExcite(0),
+            "SqueezeExcite: expected sizes that are integers ≥ 1; got channels=0, reduction=16",
+        ),
         (lambda: GroupPool(ANY), "mode: expected 'mean' or 'max'; got 'odd'"),
         (lambda: GlobalPool(ANY), "mode: expected 'mean', 'max' or 'group_max'; got 'odd'"),
-        (lambda: SpatialPool2d(0), "kernel_size: expected an integer ≥ 1; got 0"),
-        (lambda: SpatialPool2d(2, stride=0), "stride: expected an integer ≥ 1; got 0"),
+        (lambda: SpatialPool2d(0), "SpatialPool2d: expected sizes that are integers ≥ 1; got kernel_size=0"),
+        (lambda: SpatialPool2d(2, stride=0), "got kernel_size=2, stride=0"),
         (
             lambda: SpatialPool2d(3, padding=2),
             "padding: expected an integer from 0 to half of kernel_size=3; got 2",
@@ -475,6 +481,19 @@ def test_layer_attention_weights_sum_to_one(group: str) -> None:
             lambda: RestrictGroup("p4m", group="p4"),
             "group 'p4m' is not a subgroup of 'p4': ((1, 0), (0, -1)) is no element of it",
         ),
+        (lambda: AffineSelfConv2d(4, 8, 0), "kernel_size: expected an odd integer ≥ 1; got 0"),
+        (lambda: AffineSelfConv2d(4, 8, -3), "kernel_size: expected an odd integer ≥ 1; got -3"),
+        (lambda: AffineSelfConv2d(4.0, 8), "in_channels=4.0"),  # type: ignore[arg-type]
+        (lambda: AffineSelfConv2d(4, 8, num_heads=0), "num_heads=0 does not divide 8 key channels"),
+        (lambda: AffineSelfConv2d(4, 8, key_channels=0), "out_channels=8, key_channels=0, stride=1"),
+        (lambda: StandAloneSelfAttention2d(4, 0), "key_channels=0, out_channels=0"),
+        (lambda: StandAloneSelfAttention2d(4, 8, num_heads=0), "num_heads=0 does not divide 8 key channels"),
+        (lambda: GroupConv2d(4, 8, (3, 3)), "kernel_size=(3, 3), stride=1"),  # type: ignore[arg-type]
+        (
+            lambda: GroupBatchNorm(0),
+            "GroupBatchNorm: expected sizes that are integers ≥ 1; got num_features=0",
+        ),
+        (lambda: AffineConv2d(4, 8, -1), "AffineConv2d: kernel_size: expected an odd integer ≥ 1; got -1"),
     ],
 )
 def test_bad_arguments_are_restated(make: Callable[[], nn.Module], message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -239,6 +240,42 @@ def test_even_and_oblong_windows_are_refused() -> None:
         affine_self_conv(x, x, x, None, None, None, None, num_heads=1)
     with pytest.raises(ValueError, match=r"expected a square window of odd size; got \[4, 4\]"):
         affine_self_conv(x, x, x, None, None, None, None, num_heads=1, kernel_size=4)
+
+
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
+def test_degenerate_sizes_are_refused_in_one_line(backend: str | None) -> None:
+    """Whatever backend would run them, and before it is chosen."""
+
+    def run(
+        c_k: int, c_v: int, *, num_heads: Any = 1, kernel_size: Any = 3, scale: float | None = 1.0
+    ) -> None:
+        q, v = torch.randn(2, c_k, 5, 5), torch.randn(2, c_v, 5, 5)
+        affine_self_conv(
+            q, q, v, None, None, None, None,
+            num_heads=num_heads, kernel_size=kernel_size, scale=scale, backend=backend,
+        )  # fmt: skip
+
+    for c_k, c_v, scale in ((0, 4, 1.0), (0, 4, None), (4, 0, 1.0), (0, 0, None)):
+        with pytest.raises(ValueError, match=rf"^expected one channel or more; got query \[2, {c_k}, 5, 5\]"):
+            run(c_k, c_v, scale=scale)
+    for kernel_size in (0, -1, -3):
+        message = re.escape(f"expected a square window of odd size; got [{kernel_size}, {kernel_size}]")
+        with pytest.raises(ValueError, match=message):
+            run(4, 4, kernel_size=kernel_size)
+    for kernel_size in (3.0, "3", (3, 3)):
+        with pytest.raises(TypeError, match=r"^kernel_size: expected an odd integer ≥ 1; got "):
+            run(4, 4, kernel_size=kernel_size)
+    for num_heads in (2.0, None):
+        with pytest.raises(TypeError, match=r"^num_heads: expected an integer ≥ 1; got "):
+            run(4, 4, num_heads=num_heads)
+
+
+@pytest.mark.parametrize("backend", [None, "eager", "reference", "triton"])
+@pytest.mark.parametrize("size", [(0, 3), (3, 0), (0, 0)])
+def test_maps_of_no_pixels(size: tuple[int, int], backend: str | None) -> None:
+    found = Case("p4", 2, (2, 1), 2, 3, size).gradients(backend=backend)
+    assert found["out"].shape == (2, 2, 4, *size)
+    assert not any(found[name].any() for name in ("psi_k", "beta_k", "psi_v", "beta_v"))
 
 
 def test_group_features_need_their_axis() -> None:

@@ -189,7 +189,7 @@ def affine_conv(f: Tensor, psi: Tensor, beta: Tensor | None, *, group: str | Gro
         weight = psi_v.flatten(0, 1)
     bias = None if beta_v is None else beta_v.sum((-2, -1)).flatten()
     out = F.conv2d(
-        call.value.flatten(1, 2).to(weight.dtype),
+        owned(call.value.flatten(1, 2)).to(weight.dtype),
         weight,
         bias,
         padding=call.kernel_size // 2,

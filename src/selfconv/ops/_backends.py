@@ -13,7 +13,7 @@ from torch import Tensor
 
 from selfconv.ops import _threads  # noqa: F401  # now, not when a backend needs it: it has to notice forks
 from selfconv.ops._call import Call
-from selfconv.ops._transforms import differentiated_forwards, inside_func_derivative
+from selfconv.ops._transforms import derivative_refusal
 
 Run = Callable[[Call], Tensor]
 Refusal = Callable[[Call], str | None]
@@ -62,15 +62,6 @@ def _load_reference() -> Run:
     return run
 
 
-def _transform_refusal(call: Call) -> str | None:
-    """Fused kernels have one derivative, backwards: torch would take the others for zero, or fail."""
-    if differentiated_forwards(call.tensors):
-        return "has no forward-mode derivative; choose backend='eager'"
-    if inside_func_derivative():
-        return "takes no part in torch.func's grad, jvp and their like; choose backend='eager'"
-    return None
-
-
 def _triton_refusal(call: Call) -> str | None:
     dtypes = {t.dtype for t in call.tensors}
     if call.dense:
@@ -80,7 +71,7 @@ def _triton_refusal(call: Call) -> str | None:
         return f"serves float16, bfloat16 and float32 in any mix, or float64 alone; got {given}"
     if call.value.device.type != "cuda" and not _interpreted(call):
         return f"runs on GPUs; the tensors are on {call.value.device}"
-    return _transform_refusal(call)
+    return derivative_refusal()
 
 
 def _triton_reserve(call: Call) -> str | None:
@@ -96,7 +87,7 @@ def _interpreted(call: Call) -> bool:
 def _numba_refusal(call: Call) -> str | None:
     if call.value.device.type != "cpu":
         return f"runs on the CPU; the tensors are on {call.value.device}"
-    return "serves no dense ψ" if call.dense else _transform_refusal(call)
+    return "serves no dense ψ" if call.dense else derivative_refusal()
 
 
 def _reference_reserve(call: Call) -> str:

@@ -7,7 +7,6 @@ or a derivative of torch.func are refused, which leaves them to the eager backen
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -16,17 +15,33 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 
-def differentiated_forwards(tensors: Iterable[Tensor]) -> bool:
-    """Whether one of the tensors has a tangent."""
-    return any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+def derivative_refusal() -> str | None:
+    """Why fused kernels do not serve a call here, whatever its arguments."""
+    if (
+        forward_ad._current_level >= 0
+    ):  # inside dual_level: an operator cannot see which tensors have tangents
+        return "has no forward-mode derivative; choose backend='eager'"
+    if _inside_func_derivative():
+        return "takes no part in torch.func's grad, jvp and their like; choose backend='eager'"
+    return None
 
 
-@torch.compiler.assume_constant_result  # torch.compile guards on the transforms that it traces under
-def inside_func_derivative() -> bool:
+def _inside_func_derivative() -> bool:
     """Whether a derivative of torch.func is being taken: grad, vjp, jvp, jacobians, hessian, linearize."""
     stack = torch._C._functorch.get_interpreter_stack() or ()
     derivatives = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
     return any(interpreter.key() in derivatives for interpreter in stack)
+
+
+# torch.compile guards on the transforms that it traces under. torch.compiler.assume_constant_result does just
+# this, but imports half of torch, Triton included.
+_inside_func_derivative._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def refuse_tangents() -> None:
+    """For the operators themselves: a traced or exported program calls them without a choice of backend."""
+    if forward_ad._current_level >= 0:
+        raise RuntimeError("the fused kernels have no forward-mode derivative: choose backend='eager' for it")
 
 
 def refuse_second_derivative(*_: Any) -> NoReturn:
@@ -35,7 +50,7 @@ def refuse_second_derivative(*_: Any) -> NoReturn:
 
 def check_gradient(grad: Tensor) -> None:
     """Refuses gradients that the backward pass would get wrong: with a tangent, or many in one."""
-    if differentiated_forwards([grad]) or inside_func_derivative():
+    if derivative_refusal():
         refuse_second_derivative()
     if torch._C._functorch.is_legacy_batchedtensor(grad):
         raise RuntimeError(
@@ -50,18 +65,13 @@ def register_vmap(operator: Any) -> None:
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
         leaves, structure = pytree.tree_flatten(args)
         dims = pytree.tree_flatten(in_dims, is_leaf=lambda dim: dim is None)[0]
-        results = [
-            operator(
-                *pytree.tree_unflatten(
-                    [
-                        leaf if dim is None else leaf.select(dim, i)
-                        for leaf, dim in zip(leaves, dims, strict=True)
-                    ],
-                    structure,
-                )
-            )
-            for i in range(info.batch_size)
-        ]
+
+        def example(i: int) -> Any:
+            pairs = zip(leaves, dims, strict=True)
+            own = [leaf if dim is None else leaf.select(dim, i) for leaf, dim in pairs]
+            return operator(*pytree.tree_unflatten(own, structure))
+
+        results = [example(i) for i in range(info.batch_size)]
         stacked = pytree.tree_map(lambda *each: torch.stack(each), *results)
         return stacked, pytree.tree_map(lambda _: 0, stacked)
 

@@ -26,7 +26,12 @@ from selfconv.ops._flops import affine_self_conv_flops
 from selfconv.ops._numba_tiles import COUNTERS, Map, Sizes
 from selfconv.ops._simd import PART_BYTES, PARTS
 from selfconv.ops._threads import num_threads, run_workers
-from selfconv.ops._transforms import check_gradient, refuse_second_derivative, register_vmap
+from selfconv.ops._transforms import (
+    check_gradient,
+    refuse_second_derivative,
+    refuse_tangents,
+    register_vmap,
+)
 
 TASKS = 16  # as many as are worth sharing out: fewer are cut into strips of rows
 
@@ -83,6 +88,7 @@ def numba_forward(
     features: Sequence[Tensor], table_k: Tensor, table_v: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """The aggregated values and the log2-sum-exp2 of the scores, [N, heads, P, h, w]."""
+    refuse_tangents()
     q, k, v = _split(features, table_k, table_v)
     out, lse = _outputs(q, v, table_k, table_v)
     plan = _plan(q, table_k, table_v, walks=1)
@@ -107,6 +113,7 @@ def numba_backward(
     grad: Tensor, features: Sequence[Tensor], table_k: Tensor, table_v: Tensor, lse: Tensor, scale: float
 ) -> tuple[list[Tensor], Tensor, Tensor]:
     """The gradients of the features, shaped as they were given, and of the two tables."""
+    refuse_tangents()
     q, k, v = _split(features, table_k, table_v)
     d_features = _gradients(features)
     plan = _plan(q, table_k, table_v, walks=2)

@@ -345,6 +345,8 @@ def sum_(terms: Iterator[Tensor] | tuple[Tensor, ...]) -> Tensor:
 
 def run(call: Call) -> Tensor:
     """Eq. 20 for each image of the batch, in float64; ψ that is None is 1 at R = 1 and 0 elsewhere."""
+    if not call.value.numel():
+        return call.value.clone()
     k = call.kernel_size
 
     def filters(psi: Tensor | None, beta: Tensor | None, f: Tensor) -> tuple[Tensor, Tensor]:
@@ -360,4 +362,4 @@ def run(call: Call) -> Tensor:
         group_asc(q, key, v, *affine, call.group, call.num_heads, call.scale)
         for q, key, v in zip(call.query.double(), call.key.double(), call.value.double(), strict=True)
     ]
-    return (torch.stack(images) if images else call.value.clone()).to(call.value.dtype)
+    return torch.stack(images).to(call.value.dtype)

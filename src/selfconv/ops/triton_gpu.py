@@ -38,7 +38,12 @@ from torch import Tensor
 
 from selfconv._extras import require
 from selfconv.ops._call import Call
-from selfconv.ops._transforms import check_gradient, refuse_second_derivative, register_vmap
+from selfconv.ops._transforms import (
+    check_gradient,
+    refuse_second_derivative,
+    refuse_tangents,
+    register_vmap,
+)
 
 require("the backend", "triton")
 
@@ -359,6 +364,7 @@ def _forward_op(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """out, laid out like value, and lse [heads, P, N, h, w]."""
+    refuse_tangents()
     out, lse = _forward_fake(query, key, value, psi_k, beta_k, psi_v, beta_v, kernel_size, num_heads, scale)
     if not out.numel():
         return out, lse.zero_()
@@ -402,6 +408,7 @@ def _backward_op(
     scale: float,
 ) -> list[Tensor]:
     """The gradients of query, key, value and those filters that there are."""
+    refuse_tangents()
     given = [psi_k, beta_k, psi_v, beta_v]
     d_query, d_key, d_value, *d_filters = gradients = _backward_fake(grad, lse, query, key, value, *given)
     if not grad.numel():

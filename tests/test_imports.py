@@ -17,7 +17,8 @@ ROOMS = [  # each may import from the leaves and from those before it
     "groups", "ops", "nn", "models", "testing", "data", "train", "trained", "study", "bench", "visualize",
     "explorer", "cli",
 ]  # fmt: skip
-FACADES = {"timm": "models", "__main__": "cli", "__init__": "cli"}  # modules at the top that belong to a room
+# modules at the top that belong to a room
+FACADES = {"timm": "models", "escnn": "nn", "__main__": "cli", "__init__": "cli"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

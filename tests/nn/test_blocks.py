@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import GROUPS, LAYOUTS, Layout, channels_last
+from helpers import ROOT
+from helpers.cases import GROUPS, LAYOUTS, Layout, channels_last
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -261,7 +261,7 @@ class Folded(nn.Module):
         return self.layer(x.flatten(1, 2)).unflatten(1, x.shape[1:3])
 
 
-LAYERS_PAGE = (Path(__file__).parents[1] / "docs" / "layers.md").read_text("utf-8")
+LAYERS_PAGE = (ROOT / "docs" / "layers.md").read_text("utf-8")
 NORMS = [
     [cell.strip() for cell in line.strip("|").split("|")]
     for line in LAYERS_PAGE.splitlines()

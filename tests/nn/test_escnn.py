@@ -10,13 +10,12 @@ import math
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
-import escnn_stub
 import numpy as np
 import pytest
 import torch
+from helpers import ROOT, escnn_stub
 from torch import Tensor, nn
 
 try:
@@ -257,7 +256,7 @@ def test_without_escnn_one_line_says_so() -> None:
 
 
 def test_the_documented_example() -> None:
-    text = (Path(__file__).parents[1] / "docs" / "layers.md").read_text("utf-8")
+    text = (ROOT / "docs" / "layers.md").read_text("utf-8")
     (block,) = [b for b in re.findall(r"```py\n(.*?)```", text, re.DOTALL) if "import escnn" in b]
     names: dict[str, Any] = {}
     exec(block, names)

@@ -3,7 +3,8 @@
 escnn's requirements do not install beside NumPy 2, so the suite cannot count on it. The stand-in shares
 nothing with ``selfconv.groups``: it moves pixels by their (x, y) coordinates, y upwards, and fibers by
 matrices. That it agrees with escnn 1.0.11 was found by running ``tests/nn/test_escnn.py`` against both: the
-file takes the real one where it can be imported, and its first tests state as plain numbers what each must do.
+file takes the real one where it can be imported, and its first tests state as plain numbers what each must
+do.
 """
 
 from __future__ import annotations

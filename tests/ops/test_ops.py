@@ -262,9 +262,9 @@ def test_degenerate_sizes_are_refused_in_one_line(backend: str | None) -> None:
         message = re.escape(f"expected a square window of odd size; got [{kernel_size}, {kernel_size}]")
         with pytest.raises(ValueError, match=message):
             run(4, 4, kernel_size=kernel_size)
-    for kernel_size in (3.0, "3", (3, 3)):
+    for strange in (3.0, "3", (3, 3)):
         with pytest.raises(TypeError, match=r"^kernel_size: expected an odd integer ≥ 1; got "):
-            run(4, 4, kernel_size=kernel_size)
+            run(4, 4, kernel_size=strange)
     for num_heads in (2.0, None):
         with pytest.raises(TypeError, match=r"^num_heads: expected an integer ≥ 1; got "):
             run(4, 4, num_heads=num_heads)

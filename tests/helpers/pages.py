@@ -113,4 +113,4 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 def check_options(args: list[str]) -> None:
     """Parses a command's options as the command would, without calling it."""
-    cli._parse({"train": cli._train_command(args), **cli.COMMANDS}, args)
+    cli.parse({"train": cli.train_command(args), **cli.COMMANDS}, args)

@@ -1,39 +1,22 @@
-"""The ``selfconv`` command. A new subcommand is a function (its signature: the options) and a line below."""
+"""The subcommands: a function each, whose signature is the options, and a line in ``COMMANDS``."""
 
 from __future__ import annotations
 
-import argparse
-import io
 import json as json_module
-import os
-import re
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stderr
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import tyro
-from tyro.conf import OmitArgPrefixes, Positional, arg
+from tyro.conf import Positional, arg
 
 from selfconv._extras import require
-from selfconv._text import escape_for_terminal, one_line
-from selfconv._version import __version__
+from selfconv._text import escape_for_terminal
 from selfconv.bench import BenchOptions
 from selfconv.study import Budget
-from selfconv.train import (
-    RECIPES,
-    DataOptions,
-    Engine,
-    ModelOptions,
-    Recipe,
-    RunConfig,
-    RunStopped,
-    is_out_of_memory,
-)
 
 if TYPE_CHECKING:
     from selfconv.study import Plan, ProcessEngine
@@ -61,7 +44,7 @@ def evaluate(trained: Positional[TrainedPlace], /, *, json: bool = False) -> Non
     if json:
         print(json_module.dumps(asdict(evaluation)))
     else:
-        _print(evaluation.table())
+        print_table(evaluation.table())
 
 
 def predict(
@@ -120,7 +103,7 @@ def models(pattern: Positional[str] = "*", /, *, size: int = 32) -> None:
         raise ValueError(f"size: expected a positive number of pixels; got {size}")
     if not list_models(pattern):
         raise ValueError(f"no model matches {pattern!r}; `selfconv models` lists all")
-    _print(models_table(pattern, input_size=size))
+    print_table(models_table(pattern, input_size=size))
 
 
 def audit(
@@ -154,7 +137,7 @@ def audit(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of sizes: the audit itself tells
         result = audit_model(network, size, group, in_channels=network.config["in_channels"])
-    _print(result.table())
+    print_table(result.table())
     if not result.passed:
         raise SystemExit(1)
 
@@ -331,72 +314,11 @@ def explore(
     serve(trained, host=host, port=port, open_page=open)
 
 
-# ---- train: its options are those of a run, and their defaults depend on some of them ----
+def print_table(table: Any) -> None:
+    from rich.console import Console
 
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
 
-def _train_command(args: Sequence[str]) -> Callable[..., None]:
-    """``train``, with the defaults that follow from some of its options: the data, a config file, …"""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name in ("data", "model", "recipe", "config", "out"):
-        parser.add_argument(f"--{name}")
-    parser.add_argument("--resume", action="store_true")
-    training = len(args) > 0 and args[0] == "train"
-    try:
-        given = parser.parse_known_args(args[1:] if training else [])[0]
-    except argparse.ArgumentError:  # tyro says it better
-        given = parser.parse_args([])
-    base = RunConfig.of(
-        *(
-            value if value is not None else default
-            for value, default in ((given.data, "digits"), (given.model, "resnet29_asc"))
-        )
-    )
-    if given.config is not None:
-        base = RunConfig.load(Path(given.config))
-    elif given.resume:
-        out = Path(given.out) if given.out is not None else _default_out(base)
-        base = RunConfig.load(out) if (out / "config.json").is_file() else base
-    recipe = base.recipe
-    if given.recipe in RECIPES:
-        recipe = RECIPES[given.recipe](given.model if given.model is not None else base.model.name)
-
-    def train(
-        model: ModelOptions = base.model,
-        data: DataOptions = base.data,
-        training: Annotated[Recipe, arg(name="recipe")] = recipe,
-        engine: Engine = base.engine,
-        *,
-        recipe: Literal["paper", "fast"] | None = None,
-        seed: int = base.seed,
-        out: Path | None = None,
-        resume: bool = False,
-        config: Path | None = None,
-    ) -> None:
-        """Train a network on digits, CIFAR or your own images.
-
-        Without options: resnet29_asc on handwritten digits, in a few minutes. All results go to one
-        folder, for `evaluate`, `predict` and `export`. --resume continues an interrupted run.
-
-        Args:
-            recipe: Recipe that sets the defaults below; by default paper for CIFAR and fast for other data.
-            seed: Random seed of the weights, the order of the images, and augmentation.
-            out: Folder for the run; by default runs/DATA-MODEL.
-            resume: Continue the run in that folder, with its options.
-            config: Read the defaults of all options from the config.json of a run.
-        """
-        from selfconv.train import train as train_run
-
-        run = RunConfig(model=model, data=data, recipe=training, engine=engine, seed=seed)
-        train_run(run, out if out is not None else _default_out(run), resume=resume)
-
-    return train
-
-
-def _default_out(config: RunConfig) -> Path:
-    return Path("runs") / f"{Path(config.data.source).resolve().stem}-{config.model.name}"
-
-
-# ---- the command ----
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "evaluate": evaluate,
@@ -411,94 +333,3 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "report": report,
     "demo": demo,
 }
-
-
-def main(args: Sequence[str] | None = None) -> None:
-    """Runs a command. Errors of the user are one line on stderr and exit code 2."""
-    args = sys.argv[1:] if args is None else list(args)
-    if args == ["--version"]:
-        print(f"selfconv {__version__}")
-        return
-    warnings.showwarning = _warn
-    for kind in (DeprecationWarning, FutureWarning):  # of the libraries: nothing that a user could do about
-        warnings.simplefilter("ignore", kind)
-    try:
-        _call(args)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader closed the pipe, as in `selfconv models | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(141) from None
-    except KeyboardInterrupt:
-        _fail("interrupted", 130)
-    except RunStopped as stopped:
-        _fail(str(stopped), stopped.code)
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        _fail(one_line(error), 2)
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        _fail(f"out of memory ({one_line(error)[:100]})", 1)
-
-
-def _call(args: Sequence[str]) -> None:
-    commands = {"train": _train_command(args), **COMMANDS}
-    messages = io.StringIO()
-    try:
-        with redirect_stderr(messages):
-            call = _parse(commands, args)
-    except SystemExit as stop:
-        if stop.code == 2:
-            _fail(_condensed(messages.getvalue()), 2)
-        raise
-    call()
-
-
-def _parse(commands: dict[str, Callable[..., None]], args: Sequence[str]) -> Callable[[], None]:
-    """The command's call, not yet made, so that only what tyro prints is taken for a parse error."""
-    calls: list[Callable[[], None]] = []
-
-    def deferred(command: Callable[..., None]) -> Callable[..., None]:
-        from functools import wraps
-
-        @wraps(command)
-        def note(*given: Any, **options: Any) -> None:
-            calls.append(lambda: command(*given, **options))
-
-        return note
-
-    tyro.extras.subcommand_cli_from_dict(
-        {name: deferred(command) for name, command in commands.items()},
-        prog="selfconv",
-        description="Affine Self Convolution: networks whose filters depend on the image.",
-        args=args,
-        config=(OmitArgPrefixes,),
-    )
-    return calls[0]
-
-
-def _condensed(box: str) -> str:
-    """What tyro explains in a box, as a line."""
-    lines = [re.sub(r"^[│╭╰─\s]+|[│╮╯─\s]+$", "", line) for line in box.splitlines()]
-    first, *rest = [part.split("\n") for part in re.split(r"\n{2,}", "\n".join(lines[1:]).strip())]
-    hints = [" ".join(part[:2]) for part in rest if part[0].startswith(("Perhaps", "Available"))]
-    first[0] = re.sub(r"Error parsing __tyro-dummy-inner__\.\w+: ", "", first[0])  # its message says which
-    return "; ".join([" ".join(first).rstrip("."), *hints]) or "cannot parse the options"
-
-
-def _fail(message: str, code: int) -> None:
-    print(f"selfconv: {escape_for_terminal(message)}", file=sys.stderr)
-    raise SystemExit(code)
-
-
-def _warn(message: Warning | str, *_: object, **__: object) -> None:
-    print(f"selfconv: warning: {escape_for_terminal(' '.join(str(message).split()))}", file=sys.stderr)
-
-
-def _print(table: Any) -> None:
-    from rich.console import Console
-
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,5 @@
+"""``python -m selfconv.cli``."""
+
+from selfconv.cli import main
+
+main()

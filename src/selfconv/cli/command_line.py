@@ -1,0 +1,109 @@
+"""From the words of a command line to a call, and from an error to one line."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
+from typing import TYPE_CHECKING, Any
+
+import tyro
+from tyro.conf import OmitArgPrefixes
+
+from selfconv._text import escape_for_terminal, one_line
+from selfconv._version import __version__
+from selfconv.train import (
+    RunStopped,
+    is_out_of_memory,
+)
+
+if TYPE_CHECKING:
+    pass
+
+from selfconv.cli.commands import COMMANDS
+from selfconv.cli.training import train_command
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Runs a command. Errors of the user are one line on stderr and exit code 2."""
+    args = sys.argv[1:] if args is None else list(args)
+    if args == ["--version"]:
+        print(f"selfconv {__version__}")
+        return
+    warnings.showwarning = _warn
+    for kind in (DeprecationWarning, FutureWarning):  # of the libraries: nothing that a user could do about
+        warnings.simplefilter("ignore", kind)
+    try:
+        _call(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader closed the pipe, as in `selfconv models | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+    except RunStopped as stopped:
+        _fail(str(stopped), stopped.code)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        _fail(one_line(error), 2)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        _fail(f"out of memory ({one_line(error)[:100]})", 1)
+
+
+def _call(args: Sequence[str]) -> None:
+    commands = {"train": train_command(args), **COMMANDS}
+    messages = io.StringIO()
+    try:
+        with redirect_stderr(messages):
+            call = parse(commands, args)
+    except SystemExit as stop:
+        if stop.code == 2:
+            _fail(_condensed(messages.getvalue()), 2)
+        raise
+    call()
+
+
+def parse(commands: dict[str, Callable[..., None]], args: Sequence[str]) -> Callable[[], None]:
+    """The command's call, not yet made, so that only what tyro prints is taken for a parse error."""
+    calls: list[Callable[[], None]] = []
+
+    def deferred(command: Callable[..., None]) -> Callable[..., None]:
+        from functools import wraps
+
+        @wraps(command)
+        def note(*given: Any, **options: Any) -> None:
+            calls.append(lambda: command(*given, **options))
+
+        return note
+
+    tyro.extras.subcommand_cli_from_dict(
+        {name: deferred(command) for name, command in commands.items()},
+        prog="selfconv",
+        description="Affine Self Convolution: networks whose filters depend on the image.",
+        args=args,
+        config=(OmitArgPrefixes,),
+    )
+    return calls[0]
+
+
+def _condensed(box: str) -> str:
+    """What tyro explains in a box, as a line."""
+    lines = [re.sub(r"^[│╭╰─\s]+|[│╮╯─\s]+$", "", line) for line in box.splitlines()]
+    first, *rest = [part.split("\n") for part in re.split(r"\n{2,}", "\n".join(lines[1:]).strip())]
+    hints = [" ".join(part[:2]) for part in rest if part[0].startswith(("Perhaps", "Available"))]
+    first[0] = re.sub(r"Error parsing __tyro-dummy-inner__\.\w+: ", "", first[0])  # its message says which
+    return "; ".join([" ".join(first).rstrip("."), *hints]) or "cannot parse the options"
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"selfconv: {escape_for_terminal(message)}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def _warn(message: Warning | str, *_: object, **__: object) -> None:
+    print(f"selfconv: warning: {escape_for_terminal(' '.join(str(message).split()))}", file=sys.stderr)

@@ -1,0 +1,84 @@
+"""``selfconv train``: its options are those of a run, and their defaults depend on some of them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from tyro.conf import arg
+
+from selfconv.train import (
+    RECIPES,
+    DataOptions,
+    Engine,
+    ModelOptions,
+    Recipe,
+    RunConfig,
+)
+
+if TYPE_CHECKING:
+    pass
+
+
+def train_command(args: Sequence[str]) -> Callable[..., None]:
+    """``train``, with the defaults that follow from some of its options: the data, a config file, …"""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in ("data", "model", "recipe", "config", "out"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--resume", action="store_true")
+    training = len(args) > 0 and args[0] == "train"
+    try:
+        given = parser.parse_known_args(args[1:] if training else [])[0]
+    except argparse.ArgumentError:  # tyro says it better
+        given = parser.parse_args([])
+    base = RunConfig.of(
+        *(
+            value if value is not None else default
+            for value, default in ((given.data, "digits"), (given.model, "resnet29_asc"))
+        )
+    )
+    if given.config is not None:
+        base = RunConfig.load(Path(given.config))
+    elif given.resume:
+        out = Path(given.out) if given.out is not None else _default_out(base)
+        base = RunConfig.load(out) if (out / "config.json").is_file() else base
+    recipe = base.recipe
+    if given.recipe in RECIPES:
+        recipe = RECIPES[given.recipe](given.model if given.model is not None else base.model.name)
+
+    def train(
+        model: ModelOptions = base.model,
+        data: DataOptions = base.data,
+        training: Annotated[Recipe, arg(name="recipe")] = recipe,
+        engine: Engine = base.engine,
+        *,
+        recipe: Literal["paper", "fast"] | None = None,
+        seed: int = base.seed,
+        out: Path | None = None,
+        resume: bool = False,
+        config: Path | None = None,
+    ) -> None:
+        """Train a network on digits, CIFAR or your own images.
+
+        Without options: resnet29_asc on handwritten digits, in a few minutes. All results go to one
+        folder, for `evaluate`, `predict` and `export`. --resume continues an interrupted run.
+
+        Args:
+            recipe: Recipe that sets the defaults below; by default paper for CIFAR and fast for other data.
+            seed: Random seed of the weights, the order of the images, and augmentation.
+            out: Folder for the run; by default runs/DATA-MODEL.
+            resume: Continue the run in that folder, with its options.
+            config: Read the defaults of all options from the config.json of a run.
+        """
+        from selfconv.train import train as train_run
+
+        run = RunConfig(model=model, data=data, recipe=training, engine=engine, seed=seed)
+        train_run(run, out if out is not None else _default_out(run), resume=resume)
+
+    return train
+
+
+def _default_out(config: RunConfig) -> Path:
+    return Path("runs") / f"{Path(config.data.source).resolve().stem}-{config.model.name}"

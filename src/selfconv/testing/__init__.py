@@ -1,0 +1,33 @@
+"""Measuring equivariance: of a layer, of a model, and layer by layer of a whole network.
+
+A module is equivariant to S when turning its input turns its output: module(L_S[x]) = L_S[module(x)]. The
+functions here return how far the two sides are apart, as max |difference| / max |output|: 0 for a perfect
+module, some 1e-15 (float64) or 1e-6 (float32) for a layer that is equivariant up to rounding, and some
+5e-3 or more for one that is not. Rounding grows from layer to layer, so that the output of a deep network
+may be further off than any of its layers: ``audit`` judges each layer by itself.
+
+Features are told by their rank: ``[N, C, |H|, h, w]`` live on the group, ``[N, C, h, w]`` on the plane (each
+channel turns as an image does), anything smaller is expected not to change.
+"""
+
+from selfconv.testing.auditing import Audit, LayerReport, audit
+from selfconv.testing.errors import (
+    assert_equivariant,
+    default_tolerance,
+    equivariance_error,
+    relative_error,
+    shift_error,
+    transform,
+)
+
+__all__ = [
+    "Audit",
+    "LayerReport",
+    "assert_equivariant",
+    "audit",
+    "default_tolerance",
+    "equivariance_error",
+    "relative_error",
+    "shift_error",
+    "transform",
+]

@@ -1,0 +1,173 @@
+"""``audit``: a network judged layer by layer, and the table that says so."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selfconv.groups import Group, get_group
+from selfconv.testing.errors import transform
+from selfconv.testing.judging import as_function, judged, output_error
+from selfconv.testing.layer_runs import look_away, record, run
+from selfconv.testing.windows import sampling
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What a layer did with its exactly transformed input, in one of its calls."""
+
+    name: str
+    kind: str
+    shape: list[int]
+    input_error: float  # of what the functions between the layers made of exactly transformed features
+    error: float  # of its output; both are the largest over the group's elements
+    shift: float | None  # the layer's error under a shift; None where no output is free of the border
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Which layers of a network are equivariant, and why the first that is not breaks it."""
+
+    group: Group
+    size: int
+    tolerance: float
+    layers: list[LayerReport]
+    error: float  # of the network's output, rounding of all layers included
+    faults: dict[str, str]  # by name of a layer, in the order they are computed: why it breaks
+    sizes: list[int] = field(default_factory=list)  # near ``size``, where no layer would break by sampling
+
+    @property
+    def passed(self) -> bool:
+        return not self.faults
+
+    @property
+    def culprit(self) -> str | None:
+        return next(iter(self.faults), None)
+
+    @property
+    def reason(self) -> str | None:
+        return next(iter(self.faults.values()), None)
+
+    def __str__(self) -> str:
+        lines = [f"{r.name}  {r.kind}  {r.shape}  {r.error:.1e}  {_shown(r.shift)}" for r in self.layers]
+        return "\n".join([*lines, self.summary()])
+
+    def summary(self) -> str:
+        what = "shifts" if len(self.group) == 1 else f"{self.group.name} and shifts"
+        if not self.passed:
+            advice = f"; sizes that would work: {', '.join(map(str, self.sizes))}" if self.sizes else ""
+            where = f"{self.size}x{self.size}: {self.culprit}"
+            return f"not equivariant to {what} at {where}: {self.reason}{advice}"
+        verdict = f"equivariant to {what} at {self.size}x{self.size}: output error {self.error:.1e}"
+        if self.error <= self.tolerance:
+            return verdict
+        worst = max((layer.error for layer in self.layers), default=0.0)
+        return f"{verdict}, rounding that grows from layer to layer: each by itself is within {worst:.1e}"
+
+    def table(self) -> Any:
+        """As a table for ``rich`` to print."""
+        from rich.table import Table
+
+        table = Table("layer", "kind", "output", caption=self.summary(), caption_style="")
+        table.add_column("error", justify="right")
+        table.add_column("shift", justify="right")
+        for r in self.layers:
+            style = "bold red" if r.name in self.faults else ""
+            shape = "x".join(map(str, r.shape[1:]))
+            table.add_row(r.name, r.kind, shape, f"{r.error:.1e}", _shown(r.shift), style=style)
+        return table
+
+
+def _shown(error: float | None) -> str:
+    return "-" if error is None else f"{error:.1e}"
+
+
+@torch.no_grad()
+def audit(
+    model: nn.Module,
+    input_size: int,
+    group: str | Group | None = None,
+    *,
+    in_channels: int | None = None,
+    tolerance: float = 1e-8,
+) -> Audit:
+    """Judges each layer of a network by itself, under every element of the group and a shift, in float64.
+
+    The network runs on a random image, then on the image transformed. In the second run every layer is given
+    the input it had in the first, exactly transformed, and passes on the output it had, exactly transformed:
+    so neither rounding nor a fault reaches the next layer, and every layer that breaks is found.
+
+    Between layers features may be rearranged: a group axis among the channels or the images, pixels in a
+    row, channels last. That is a fault only if a later layer, or the model's output, does not turn with the
+    image.
+
+    Args:
+        model: takes images ``[N, in_channels, input_size, input_size]``. A copy is tested, in eval mode. Its
+            output is a tensor, or a container of tensors.
+        group: by default the model's own (its attribute ``group``), or else z2, which leaves shifts alone.
+        in_channels: by default the model's own attribute, or else 3.
+        tolerance: how much of one layer's error is still rounding. Where a network computes in less than
+            float64 all the same, ``assert_equivariant``'s for that dtype.
+    """
+    if input_size < 1:
+        raise ValueError(f"input_size: expected a positive number of pixels; got {input_size}")
+    group = get_group(getattr(model, "group", "z2") if group is None else group)
+    channels = getattr(model, "in_channels", 3) if in_channels is None else in_channels
+    model = copy.deepcopy(model).double().eval()
+    device = next((p.device for p in model.parameters()), None)
+
+    def images(size: int) -> tuple[Tensor, ...]:
+        generator = torch.Generator().manual_seed(0)
+        both = torch.randn(4, channels, size, size, dtype=torch.float64, generator=generator)
+        return both.to(device).split(2)
+
+    x, _ = images(input_size)
+    try:
+        judge, y = judged(model, images(input_size), group, tolerance)
+    except RuntimeError as refusal:  # of torch: a quantised or scripted model, for example
+        raise ValueError(
+            f"the model cannot be audited, in float64, on images of shape {list(x.shape)}: "
+            f"{str(refusal).partition(chr(10))[0]}"
+        ) from refusal
+    error = max(output_error(run(model, transform(x, s, group), look_away), y, s, group) for s in group)
+    layers = [
+        LayerReport(
+            call.name,
+            type(call.module).__name__,
+            call.shape,
+            judge.errors[key, "input"],
+            judge.errors[key, "output"],
+            judge.shifts[key],
+        )
+        for key, call in judge.calls.items()
+    ]
+    sizes = []
+    if judge.faults and set(judge.faults.values()) <= judge.sampling:
+        near = symmetric_sizes(model, channels, input_size, x)
+        sizes = [n for n in near if not judged(model, images(n), group, tolerance)[0].faults]
+    return Audit(group, input_size, tolerance, layers, error, judge.faults, sizes)
+
+
+def symmetric_sizes(model: nn.Module, channels: int, size: int, like: Tensor) -> list[int]:
+    """Input sizes near ``size`` on which every layer samples symmetrically, nearest first."""
+
+    def symmetric(n: int) -> bool:
+        try:
+            calls, _ = record(model, like.new_zeros(1, channels, n, n))
+        except (RuntimeError, ValueError):  # too small for the network
+            return False
+        rules = [(sampling(call.module), as_function(call)[0]) for call in calls.values()]
+        return all(
+            (side + 2 * rule[2] - rule[0]) % rule[1] == 0
+            for rule, x in rules
+            if rule and x is not None
+            for side in x.shape[-2:]
+        )
+
+    near = sorted(range(max(1, size - 8), size + 9), key=lambda n: abs(n - size))
+    return list(islice((n for n in near if n != size and symmetric(n)), 3))

@@ -1,0 +1,128 @@
+"""A run of a network in which every call of a layer is recorded, or done differently."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from selfconv.nn import SqueezeExcite
+from selfconv.testing.errors import default_tolerance
+
+Key = tuple[str, int]  # a layer, and how often it was called before
+Stage = Literal["input", "output"]
+END: tuple[Key, Stage] = (("the model's output", 0), "output")
+
+
+@dataclass
+class Call:
+    """A call of a layer in the first run: what went in and came out, as flat lists of tensors and others."""
+
+    name: str
+    module: nn.Module
+    spec: TreeSpec  # of its arguments
+    leaves: dict[Stage, list[Any]]
+    constant: dict[Stage, list[bool]] = field(default_factory=dict)  # whether it ignores the image
+
+    @property
+    def shape(self) -> list[int]:
+        return next((list(t.shape) for t in self.leaves["output"] if isinstance(t, Tensor)), [])
+
+
+Observer = Callable[[Key, nn.Module, Stage, list[Any], TreeSpec], list[Any] | None]
+
+
+def look_away(*_: Any) -> None: ...
+
+
+def run(model: nn.Module, x: Tensor, observe: Observer) -> list[Any]:
+    """Runs the model; its outputs. Each layer's arguments and outputs become what ``observe`` returns."""
+    counts: Counter[str] = Counter()
+
+    def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        leaves, spec = tree_flatten((args, kwargs))
+        changed = observe((name, counts[name]), module, "input", leaves, spec)
+        return None if changed is None else tree_unflatten(changed, spec)
+
+    def after(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        leaves, spec = tree_flatten(output)
+        changed = observe((name, counts[name]), module, "output", leaves, spec)
+        counts[name] += 1
+        return None if changed is None else tree_unflatten(changed, spec)
+
+    handles = []
+    for name, module in model.named_modules():
+        if _is_layer(name, module):
+            handles.append(module.register_forward_pre_hook(partial(before, name), with_kwargs=True))
+            handles.append(module.register_forward_hook(partial(after, name), with_kwargs=True))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about sizes: what an audit finds out by itself
+            return tree_flatten(model(x))[0]
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _is_layer(name: str, module: nn.Module) -> bool:
+    if "parametrizations" in name.split("."):
+        return False  # it makes weights, not features
+    children = [child for child, _ in module.named_children() if child != "parametrizations"]
+    return isinstance(module, SqueezeExcite) or not children
+
+
+def record(model: nn.Module, x: Tensor) -> tuple[dict[Key, Call], list[Any]]:
+    calls: dict[Key, Call] = {}
+
+    def observe(key: Key, module: nn.Module, stage: Stage, leaves: list[Any], spec: TreeSpec) -> None:
+        # copies: a later layer may work in place
+        kept = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        if stage == "output":
+            calls[key].leaves["output"] = kept
+            return
+        name = (key[0] or "the model") + (f" (call {key[1] + 1})" if key[1] else "")
+        calls[key] = Call(name, module, spec, {"input": kept, "output": []})
+
+    return calls, run(model, x, observe)
+
+
+class _Precision(TorchDispatchMode):
+    """Watches for operations in less than float64: a network may insist on them, in a norm for example."""
+
+    tolerance = 0.0  # of the least precise operation since it was last set to 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_flatten(result)[0]:
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != torch.float64:
+                self.tolerance = max(self.tolerance, default_tolerance(leaf.dtype))
+        return result
+
+
+def explore(model: nn.Module, other: Tensor, calls: dict[Key, Call]) -> dict[tuple[Key, Stage], float]:
+    """With another image: marks what does not depend on the image, such as weights; and returns how much is
+    rounding in what the network computes until each stage, if less precise than float64."""
+    tolerances: dict[tuple[Key, Stage], float] = {}
+    precision = _Precision()
+
+    def observe(key: Key, module: nn.Module, stage: Stage, leaves: list[Any], spec: TreeSpec) -> None:
+        tolerances[key, stage], precision.tolerance = precision.tolerance, 0.0
+        if key in calls:
+            pairs = zip(leaves, calls[key].leaves[stage], strict=False)
+            calls[key].constant[stage] = [isinstance(a, Tensor) and _same(a, b) for a, b in pairs]
+
+    with precision:
+        run(model, other, observe)
+    return {**tolerances, END: precision.tolerance}
+
+
+def _same(a: Tensor, b: Any) -> bool:
+    return isinstance(b, Tensor) and a.shape == b.shape and torch.equal(a, b)

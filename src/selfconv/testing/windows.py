@@ -1,0 +1,36 @@
+"""Layers that sample a map: window, step and padding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.conv import _ConvTransposeNd
+
+from selfconv.nn import GroupConv2d, LiftingConv2d, LocalAttention2d
+
+
+def sampling(module: nn.Module) -> tuple[int, int, int] | None:
+    """(window, stride, padding) by which a layer downsamples, or None if it does not.
+
+    It does so symmetrically on a map of n cells a side if n + 2·padding − window is a multiple of the stride.
+    """
+    stride = _first(getattr(module, "stride", 1))
+    if stride is None or stride == 1 or isinstance(module, _ConvTransposeNd):
+        return None
+    pools = isinstance(module, LocalAttention2d) or (
+        isinstance(module, GroupConv2d | LiftingConv2d) and module.downsample == "pool"
+    )
+    if pools:
+        return stride, stride, 0
+    window, dilation = _first(getattr(module, "kernel_size", None)), _first(getattr(module, "dilation", 1))
+    padding = getattr(module, "padding", 0)
+    padding = 0 if padding == "valid" else _first(padding)
+    if window is None or dilation is None or padding is None:
+        return None
+    return dilation * (window - 1) + 1, stride, padding
+
+
+def _first(value: Any) -> int | None:
+    value = value[0] if isinstance(value, tuple) else value
+    return value if isinstance(value, int) else None

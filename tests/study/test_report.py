@@ -146,7 +146,9 @@ def test_rows_of_the_paper() -> None:
 
 
 def test_names() -> None:
-    assert paper_label("p4mresnet83_simple_asc_se") == "p4mResNet83+Simple_ASC+SE"
+    assert paper_label("p4mresnet83_asc_se") == "p4mResNet83+ASC+SE"
+    assert paper_label("resnet29_simple_asc", depth=11, group="p4") == "p4ResNet11+Simple_ASC"
+    assert paper_label("p4resnet29_pool") == "p4ResNet29+pool"
     assert paper_label("mine") == "mine"
     assert paper.table_of("cifar10", "p4resnet29_asc") == "cifar10"
     assert paper.table_of("cifar10", "resnet83_se") == "resnet83"

@@ -216,7 +216,7 @@ def cases(
     side = sides[0 if small else 1 if wide else 2]
     layout = st.sampled_from(LAYOUTS)
     # hypothesis prefers what is simplest: small maps and, counted from the other end, large ones
-    length = st.integers(1, side) | st.integers(0, side - 1).map(lambda less: side - less)
+    length = st.integers(1, side) | st.integers(0, side).map(lambda less: side - less)  # 0 at the very end
     return Case(
         group=group,
         batch=draw(st.sampled_from((2, 1, 0) if small else (2, 1, 3, 0, 9))),
@@ -231,6 +231,31 @@ def cases(
         dtypes=draw(st.sampled_from(dtypes)),
         seed=draw(st.integers(0, 2**16)),
     )
+
+
+# NaN as torch makes it, then with payloads: quiet, signalling, of either sign; R's NA is among them
+NAN_BITS = {
+    torch.float64: (0x7FF8000000000000, 0x7FF0000000000001, -1, 0x7FF00000000007A2),
+    torch.float32: (0x7FC00000, 0x7F800001, -1, 0x7FC00001),
+    torch.float16: (0x7E00, 0x7C01, -1, 0x7E01),
+    torch.bfloat16: (0x7FC0, 0x7F81, -1, 0x7FC1),
+}
+
+MANTISSA = {torch.float64: 52, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
+
+
+def nan_bits(dtype: torch.dtype, payload: int) -> int:
+    """A NaN with that payload, or as much of it as fits; quiet if its highest bit is set."""
+    most = (1 << MANTISSA[dtype]) - 1
+    return NAN_BITS[dtype][0] & ~most | (1 + payload % most)
+
+
+def with_nan(t: Tensor, bits: int, place: float = 0.5) -> Tensor:
+    """A contiguous copy, one number of which is the NaN with these bits; ``place`` is from 0 to 1."""
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()]
+    copy = t.detach().clone(memory_format=torch.contiguous_format)
+    copy.view(integers).view(-1)[int(place * (copy.numel() - 1))] = bits
+    return copy.requires_grad_(t.requires_grad)
 
 
 WIDTHS = (1, 2, 3, 4, 8, 9)  # channels of a head: those that the kernels copy each in its own way, and others

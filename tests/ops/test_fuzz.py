@@ -29,7 +29,9 @@ from helpers.cases import (
     contiguous,
     examples,
     expanded_over_maps,
+    nan_bits,
     tried,
+    with_nan,
 )
 from helpers.fences import Child, fence_new_tensors, fenced, set_fences
 from hypothesis import given
@@ -49,6 +51,7 @@ from selfconv.nn import (
     StandAloneSelfAttention2d,
     set_backend,
 )
+from selfconv.ops import affine_self_conv
 from selfconv.testing import assert_equivariant
 
 
@@ -120,6 +123,118 @@ def test_larger_maps_agree_with_eager(child: Child, trial: Trial) -> None:
     """Several vectors in a row, several bands of rows, windows up to 11: too much for the reference."""
     tried()
     child(compare, trial)
+
+
+@dataclass(frozen=True)
+class Poisoned:
+    """A trial in which one number is NaN, with some payload."""
+
+    trial: Trial
+    name: str
+    place: float
+    payload: int
+
+    def tensors(self) -> dict[str, torch.Tensor | None]:
+        tensors = self.trial.case.tensors()
+        t = tensors[self.name]
+        if t is None or not t.numel():
+            return tensors
+        return tensors | {self.name: with_nan(t, nan_bits(t.dtype, self.payload), self.place)}
+
+
+def compare_nans(poisoned: Poisoned) -> None:
+    """NaN wherever eager has it; and the other numbers of the output are eager's."""
+    trial, case = poisoned.trial, poisoned.trial.case
+    set_fences(before=trial.fence_before)
+    exact = {
+        n: t if t is None else t.detach().double().requires_grad_() for n, t in poisoned.tensors().items()
+    }
+    expected = case.gradients(exact, backend="eager")
+    tensors = {n: t if t is None else fenced(t) for n, t in poisoned.tensors().items()}
+    actual = case.gradients(tensors, fenced, backend=trial.backend)
+    for name, e in expected.items():
+        assert actual[name].isnan()[e.isnan()].all(), f"{name}: a number where NaN should be"
+    known = ~actual["out"].isnan()
+    # where ψ is None, planes of the group may meet as 0 · NaN
+    if case.group == "z2" or not {"psi_k", "psi_v"} & set(case.missing):
+        assert not expected["out"].isnan()[~known].logical_not().any(), "NaN where a number should be"
+    assert_close({"out": actual["out"][known]}, {"out": expected["out"][known]})
+
+
+@examples(40)
+@given(
+    poisoned=st.builds(
+        Poisoned,
+        st.builds(
+            Trial, cases(dense=False), st.sampled_from(("numba", "eager")), st.just("eager"), st.booleans()
+        ),
+        st.sampled_from(("q", "k", "v", *FILTERS)),
+        st.floats(0, 1),
+        st.integers(0, 2**52) | st.sampled_from((0, 0x7A2, 2**22, 2**51)),
+    )
+)
+def test_nan_with_any_payload_stays_nan(child: Child, poisoned: Poisoned) -> None:
+    tried()
+    child(compare_nans, poisoned)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes as a program might make them, which need not be any good."""
+
+    group: str
+    batch: int
+    channels: tuple[int, int]
+    num_heads: int
+    kernel_size: int
+    size: tuple[int, int]
+    scale: float | None
+    backend: str | None
+
+    @property
+    def good(self) -> bool:
+        positive = min(*self.channels, self.num_heads, self.kernel_size) > 0
+        return positive and self.kernel_size % 2 == 1 and not any(c % self.num_heads for c in self.channels)
+
+
+def run_sizes(sizes: Sizes) -> None:
+    """The mean of the window, for queries of 0; or an error of one line that says what was expected."""
+    axis = () if sizes.group == "z2" else (len(get_group(sizes.group)),)
+    c_k, c_v = sizes.channels
+    query, value = (torch.ones(sizes.batch, c, *axis, *sizes.size, requires_grad=True) for c in (c_k, c_v))
+    k = sizes.kernel_size
+    try:
+        out = affine_self_conv(
+            query, 0 * query, value, None, None, None, None,
+            num_heads=sizes.num_heads, kernel_size=k, scale=sizes.scale, group=sizes.group,
+            backend=sizes.backend,
+        )  # fmt: skip
+    except ValueError as error:
+        message = str(error)
+        assert not sizes.good, message
+        assert "\n" not in message
+        assert "expected" in message
+        return
+    assert sizes.good
+    grads = torch.autograd.grad(out.sum(), [query, value])
+    rows, columns = ([min(k // 2, i) + min(k // 2, n - 1 - i) + 1 for i in range(n)] for n in sizes.size)
+    expected = torch.tensor(rows)[:, None] * torch.tensor(columns) / k**2 if min(sizes.size) else out
+    torch.testing.assert_close(out, expected.expand(out.shape))
+    assert not grads[0].any()
+    torch.testing.assert_close(grads[1], expected.expand(out.shape))
+
+
+@examples(60)
+@given(
+    sizes=st.builds(
+        Sizes, st.sampled_from(GROUPS), st.integers(0, 2), st.tuples(*[st.integers(0, 4)] * 2),
+        st.integers(-1, 3), st.integers(-3, 5), st.tuples(*[st.integers(0, 3)] * 2),
+        st.sampled_from((None, 0.0, 1.0)), st.sampled_from((None, "numba", "eager")),
+    )
+)  # fmt: skip
+def test_any_sizes_are_right_or_refused(child: Child, sizes: Sizes) -> None:
+    tried()
+    child(run_sizes, sizes)
 
 
 @st.composite

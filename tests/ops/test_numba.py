@@ -12,7 +12,16 @@ from pathlib import Path
 import mpmath
 import pytest
 import torch
-from helpers.cases import GROUPS, Case, Layout, assert_close, channels_last, contiguous
+from helpers.cases import (
+    GROUPS,
+    NAN_BITS,
+    Case,
+    Layout,
+    assert_close,
+    channels_last,
+    contiguous,
+    with_nan,
+)
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -100,6 +109,60 @@ def test_nan_stays_where_it_is() -> None:
     assert not out[0, 0, :, 2:].isnan().any()
 
 
+@pytest.mark.parametrize("backend", ["numba", "eager", "reference", "triton"])
+@pytest.mark.parametrize("dtype", NAN_BITS)
+def test_nan_stays_nan_whatever_its_bits(dtype: torch.dtype, backend: str) -> None:
+    """In every input: the output is NaN where that of a plain NaN is, and so are all gradients."""
+    kernel_size, size = (1, (1, 3)) if backend == "triton" else (3, (3, 5))  # its interpreter is slow
+    case = Case("z2", 1, (2, 1), 2, kernel_size, size, dtypes=(dtype, dtype), scale=0.7)
+
+    def nans(name: str, bits: int, backend: str) -> dict[str, Tensor]:
+        tensors = case.tensors()
+        tensors[name] = with_nan(tensors[name], bits)  # type: ignore[arg-type]
+        return {n: t.isnan() for n, t in case.gradients(tensors, backend=backend).items()}
+
+    for name in case.tensors():
+        expected = nans(name, NAN_BITS[dtype][0], "eager")
+        assert expected["out"].any()
+        for bits in NAN_BITS[dtype] if backend == "numba" else NAN_BITS[dtype][-1:]:
+            found = nans(name, bits, backend)
+            assert torch.equal(found["out"], expected["out"]), (name, hex(bits))
+            missing = [n for n, e in expected.items() if (e & ~found[n]).any()]
+            assert not missing, (name, hex(bits), missing)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_that_underflow_are_zero(dtype: torch.dtype) -> None:
+    """The largest of numbers behind a score that low adds nothing, forwards and backwards."""
+    huge = 0.9 * torch.finfo(dtype).max
+    found = {}
+    for backend in ("numba", "eager"):
+        q = torch.ones(1, 1, 3, 3, dtype=dtype)
+        beta_k = torch.zeros(1, 3, 3, dtype=dtype)
+        beta_k[0, 0, 0] = -1e4
+        v = torch.full((1, 1, 3, 3), 0.125, dtype=dtype)
+        v[0, 0, 0, 0] = huge  # seen by (1, 1) under the low score, and by its other neighbours not so
+        v.requires_grad_()
+        out = affine_self_conv(q, 0 * q, v, None, beta_k, None, None, num_heads=1, scale=1.0, backend=backend)
+        assert out[0, 0, 1, 1] == 0.125
+        (grad,) = torch.autograd.grad(out[0, 0, 1, 1] * huge, v)
+        assert grad[0, 0, 0, 0] == 0
+        found[backend] = {"out": out.detach() / huge, "grad": grad / huge}
+    assert_close(found["numba"], found["eager"], 4 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kernel_size", [1, 3, 11])
+def test_the_mean_of_the_largest_numbers_does_not_overflow(kernel_size: int, dtype: torch.dtype) -> None:
+    v = torch.full((1, 1, 25, 25), 0.99 * torch.finfo(dtype).max, dtype=dtype)
+    zero = torch.zeros_like(v)
+    out = affine_self_conv(
+        zero, zero, v, None, None, None, None, num_heads=1, kernel_size=kernel_size, backend="numba"
+    )
+    middle = out[0, 0, 12, 12]
+    torch.testing.assert_close(middle, v[0, 0, 0, 0], rtol=8 * torch.finfo(dtype).eps, atol=0)
+
+
 @pytest.mark.parametrize("layer", [AffineSelfConv2d, SimpleAffineSelfConv2d])
 @pytest.mark.parametrize("layout", [contiguous, channels_last], ids=lambda layout: layout.__name__)
 @pytest.mark.parametrize("group", GROUPS)
@@ -161,6 +224,44 @@ def test_safe_after_fork() -> None:
     child.join(60)
     assert child.exitcode == 0
     assert queue.get() == expected
+
+
+@pytest.mark.parametrize("imported", ["selfconv.ops", "torch"])
+def test_first_use_in_a_forked_child(imported: str) -> None:
+    """The parent has a team of threads and has not used the kernels; perhaps not even imported them."""
+    code = f"""
+import os, {imported}, torch
+torch.set_num_threads(2)
+x = torch.ones(10**6).sin()[:1296].reshape(4, 4, 9, 9)  # by a team of threads
+assert len(os.listdir("/proc/self/task")) > 1
+if os.fork():
+    os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
+import signal
+signal.alarm(90)  # ends a child that hangs, whose parent may be gone by then
+from selfconv.ops import affine_self_conv
+from selfconv.ops._threads import num_threads
+out = affine_self_conv(x, x, x, None, None, None, None, num_heads=2, kernel_size=3, backend="numba")
+assert num_threads() == 1 and abs(out[0, 0, 4, 4].item() - x[0, 0, 0, 0].item()) < 1e-6
+os._exit(0)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def _threads_of_child(queue: multiprocessing.SimpleQueue) -> None:
+    from selfconv.ops._threads import num_threads
+
+    torch.set_num_threads(2)
+    queue.put(num_threads())
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_children_that_are_no_copies_keep_their_threads(method: str) -> None:
+    context = multiprocessing.get_context(method)
+    queue = context.SimpleQueue()
+    child = context.Process(target=_threads_of_child, args=(queue,))
+    child.start()
+    assert queue.get() == 2
+    child.join()
 
 
 class Layered(torch.utils.data.Dataset[Tensor]):

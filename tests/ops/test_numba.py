@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import mpmath
 import pytest
@@ -256,7 +257,7 @@ def _threads_of_child(queue: multiprocessing.SimpleQueue) -> None:
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_children_that_are_no_copies_keep_their_threads(method: str) -> None:
-    context = multiprocessing.get_context(method)
+    context: Any = multiprocessing.get_context(method)
     queue = context.SimpleQueue()
     child = context.Process(target=_threads_of_child, args=(queue,))
     child.start()

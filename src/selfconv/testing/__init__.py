@@ -19,6 +19,7 @@ from selfconv.testing.errors import (
     shift_error,
     transform,
 )
+from selfconv.testing.layer_runs import run_observed
 
 __all__ = [
     "Audit",
@@ -28,6 +29,7 @@ __all__ = [
     "default_tolerance",
     "equivariance_error",
     "relative_error",
+    "run_observed",
     "shift_error",
     "transform",
 ]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from selfconv.groups import Group, get_group
 from selfconv.testing.errors import transform
 from selfconv.testing.judging import as_function, judged, output_error
-from selfconv.testing.layer_runs import look_away, record, run
+from selfconv.testing.layer_runs import look_away, record, run_observed
 from selfconv.testing.windows import sampling
 
 
@@ -134,7 +134,9 @@ def audit(
             f"the model cannot be audited, in float64, on images of shape {list(x.shape)}: "
             f"{str(refusal).partition(chr(10))[0]}"
         ) from refusal
-    error = max(output_error(run(model, transform(x, s, group), look_away), y, s, group) for s in group)
+    error = max(
+        output_error(run_observed(model, transform(x, s, group), look_away), y, s, group) for s in group
+    )
     layers = [
         LayerReport(
             call.name,

@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from selfconv.groups import Group
 from selfconv.testing.errors import Function, equivariance_error, relative_error, shift_error, transform
-from selfconv.testing.layer_runs import END, Call, Key, Observer, Stage, explore, record, run
+from selfconv.testing.layer_runs import END, Call, Key, Observer, Stage, explore, record, run_observed
 from selfconv.testing.windows import sampling
 
 BETWEEN = "its input does not turn with the image: a function before it, outside any layer, breaks it"
@@ -134,7 +134,7 @@ def judged(
     tolerances |= {at: max(tolerance, found) for at, found in explore(model, other, calls).items()}
     judge = _Judge(group, calls, tolerances)
     for s in group:
-        judge.judge_output(run(model, transform(x, s, group), judge.start(s)), y)
+        judge.judge_output(run_observed(model, transform(x, s, group), judge.start(s)), y)
     judge.conclude()
     return judge, y
 

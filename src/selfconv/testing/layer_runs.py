@@ -43,8 +43,12 @@ Observer = Callable[[Key, nn.Module, Stage, list[Any], TreeSpec], list[Any] | No
 def look_away(*_: Any) -> None: ...
 
 
-def run(model: nn.Module, x: Tensor, observe: Observer) -> list[Any]:
-    """Runs the model; its outputs. Each layer's arguments and outputs become what ``observe`` returns."""
+def run_observed(model: nn.Module, x: Tensor, observe: Observer) -> list[Any]:
+    """Runs a model with hooks on its layers, and returns its outputs as a flat list.
+
+    ``observe((name, calls before), module, "input" or "output", tensors, spec)`` may return other tensors,
+    which then take the place of the layer's arguments or outputs.
+    """
     counts: Counter[str] = Counter()
 
     def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -91,7 +95,7 @@ def record(model: nn.Module, x: Tensor) -> tuple[dict[Key, Call], list[Any]]:
         name = (key[0] or "the model") + (f" (call {key[1] + 1})" if key[1] else "")
         calls[key] = Call(name, module, spec, {"input": kept, "output": []})
 
-    return calls, run(model, x, observe)
+    return calls, run_observed(model, x, observe)
 
 
 class _Precision(TorchDispatchMode):
@@ -120,7 +124,7 @@ def explore(model: nn.Module, other: Tensor, calls: dict[Key, Call]) -> dict[tup
             calls[key].constant[stage] = [isinstance(a, Tensor) and _same(a, b) for a, b in pairs]
 
     with precision:
-        run(model, other, observe)
+        run_observed(model, other, observe)
     return {**tolerances, END: precision.tolerance}
 
 

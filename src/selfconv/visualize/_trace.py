@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from selfconv.nn import GroupConv2d, LiftingConv2d, LocalAttention2d
+from selfconv.testing import run_observed
 
 
 @dataclass(frozen=True)
@@ -40,21 +41,13 @@ def trace(model: nn.Module, image: Tensor) -> Trace:
     inputs: dict[str, Tensor] = {}
     maps: dict[str, Tensor] = {}
 
-    def hook_for(name: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            # copies: a later layer may work in place
-            inputs.setdefault(name, args[0].clone())
-            maps.setdefault(name, output.clone())
+    def observe(key: tuple[str, int], module: nn.Module, stage: str, leaves: list[Any], _: object) -> None:
+        name, calls_before = key
+        if is_spatial(module) and not calls_before:  # copies: a later layer may work in place
+            (inputs if stage == "input" else maps)[name] = leaves[0].clone()
 
-        return hook
-
-    handles = [m.register_forward_hook(hook_for(name)) for name, m in model.named_modules() if is_spatial(m)]
-    try:
-        with evaluating(model):
-            output = model(image)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with evaluating(model):
+        output = run_observed(model, image, observe)[0]
     return Trace(image, output, inputs, maps)
 
 

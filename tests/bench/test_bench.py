@@ -136,7 +136,7 @@ def test_a_run_from_options_to_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all(r.ratio == 1 for r in results.models if r.model == "resnet29")
     assert read_results(tmp_path / "b" / "bench.json") == results
     page = (tmp_path / "b" / "performance.md").read_text()
-    assert "## Operation, batch 1, forward+backward, freed memory kept: ms" in page
+    assert "## Operation, batch 1, forward+backward, with a caching allocator: ms" in page
     assert page == markdown(results, ["operation.svg", "networks.svg"])
     for name in ("operation", "networks"):
         assert (tmp_path / "b" / "figures" / f"{name}.svg").stat().st_size > 1000

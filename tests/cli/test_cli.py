@@ -361,4 +361,4 @@ def test_data_that_has_changed(data: Path, tmp_path: Path, capfd: Any) -> None:
     np.savez(own, **changed)
     capfd.readouterr()
     assert run_cli("evaluate", tmp_path / "r") == 2
-    check_one_line(capfd, "the data set own has changed since this run was trained")
+    check_one_line(capfd, "the data set own has changed since this model was trained")

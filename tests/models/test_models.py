@@ -340,7 +340,11 @@ def test_a_name_like_none_of_them() -> None:
             {"affine": "beta", "psi": "dense"},
             "affine='beta' has no ψ; expected psi='channel'",
         ),
-        ("resnet29", {"spatial": "conv3"}, "spatial: expected one of 'conv', 'asc', 'simple_asc', 'sasa'"),
+        (
+            "resnet29",
+            {"spatial": "conv3"},
+            "spatial: expected one of 'conv', 'depthwise', 'affine', 'asc', 'simple_asc', 'sasa'",
+        ),
         ("resnet29", {"squeeze_excite": 16}, "squeeze_excite: expected True or False; got 16"),
         (
             "p4resnet29_asc",

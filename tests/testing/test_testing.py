@@ -182,6 +182,7 @@ def attend_twice(channels: int, out: int) -> nn.Sequential:
     layers: list[nn.Module] = []
     for c in (channels, out):
         attention = AffineSelfConv2d(c, out, num_heads=2, group="p4")
+        attention.reset_parameters(affine_std=1.0)  # the paper's literal reading, with which scores saturate
         layers += [attention, GroupBatchNorm(out, group="p4"), nn.ReLU()]
     return nn.Sequential(*layers)
 

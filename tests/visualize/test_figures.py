@@ -254,7 +254,7 @@ def test_the_same_figures_have_the_same_bytes(tmp_path: Path) -> None:
         (
             "digits",
             [],
-            "digits: expected one of the folder of a run, digits_asc, digits_conv, digits_p4_asc; ",
+            "digits: expected the folder of a run or of a saved model, or one of digits_asc, ",
         ),
     ],
 )

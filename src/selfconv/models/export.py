@@ -16,6 +16,8 @@ from selfconv.models.resnet import ConvNorm, ResNet
 from selfconv.nn import (
     ATTENTION,
     CONVOLUTIONS,
+    AffineConv2d,
+    DepthwiseConv2d,
     GroupBatchNorm,
     LocalAttention2d,
     fix_filters,
@@ -42,7 +44,7 @@ def fold_batch_norm(model: nn.Module) -> nn.Module:
         if (
             isinstance(pair, ConvNorm)
             and is_plain(pair.norm, nn.BatchNorm2d, GroupBatchNorm)
-            and is_plain(pair.conv, nn.Conv2d, *CONVOLUTIONS, *ATTENTION)
+            and is_plain(pair.conv, nn.Conv2d, DepthwiseConv2d, AffineConv2d, *CONVOLUTIONS, *ATTENTION)
             and uses[pair.conv] == 1
         ):
             _fold(pair.conv, pair.norm)  # type: ignore[arg-type]
@@ -52,13 +54,15 @@ def fold_batch_norm(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def _fold(layer: nn.Module, norm: nn.BatchNorm2d) -> None:
+    if isinstance(layer, AffineConv2d):
+        layer = layer.output
     weight_name, bias_name = ("w_out", "b_out") if isinstance(layer, LocalAttention2d) else ("weight", "bias")
     weight, bias = getattr(layer, weight_name), getattr(layer, bias_name)
     assert norm.running_mean is not None
     assert norm.running_var is not None
     a = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
     b = norm.bias - a * norm.running_mean
-    setattr(layer, weight_name, nn.Parameter(weight * a[:, None, None, None]))
+    setattr(layer, weight_name, nn.Parameter(weight * a.view(-1, *[1] * (weight.dim() - 1))))
     setattr(layer, bias_name, nn.Parameter(b if bias is None else b + a * bias))
 
 

@@ -90,7 +90,7 @@ def spatial_layer(config: ResNetConfig, width: int, stride: int) -> nn.Module:
             width, width, k, stride, padding="same", bias=False, group=group, downsample=config.downsample
         )
     if config.spatial == "depthwise":
-        return DepthwiseConv2d(width, k, stride, group=group)
+        return DepthwiseConv2d(width, k, stride, bias=False, group=group)
     if config.spatial == "affine":
         return AffineConv2d(width, width, k, stride, group=group)
     heads = {

@@ -16,7 +16,7 @@ from selfconv.ops import affine_conv
 class DepthwiseConv2d(nn.Module):
     """A filter for each channel, on the plane or on a group, and no mixing of channels:
 
-        out_c(P, x) = Σ_(R,y) f_c(R, y) ψ_c(P⁻¹R, P⁻¹(y − x))
+        out_c(P, x) = Σ_(R,y) f_c(R, y) ψ_c(P⁻¹R, P⁻¹(y − x)) + b_c
 
     Shapes: ``[N, C, |H|, h, w] -> [N, C, |H|, h/stride, w/stride]``; on z2 without the group axis.
     Equivariant to shifts and to ``group``; ``stride`` averages stride×stride cells, which keeps both exact on
@@ -28,6 +28,7 @@ class DepthwiseConv2d(nn.Module):
         channels: int,
         kernel_size: int,
         stride: int = 1,
+        bias: bool = True,
         *,
         group: str | Group = "z2",
         device: torch.device | str | None = None,
@@ -41,16 +42,19 @@ class DepthwiseConv2d(nn.Module):
         axis = () if len(self.group) == 1 else (len(self.group),)
         shape = (channels, *axis, kernel_size, kernel_size)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(channels, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """He initialisation: a channel's fan is its window on every plane."""
         nn.init.normal_(self.weight, std=math.sqrt(2 / self.weight[0].numel()))
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         check_features(type(self).__name__, x, self.channels, self.group)
-        out = affine_conv(x, self.weight, None, group=self.group)
-        return avg_pool(in_memory_of(x, out), self.stride)
+        out = avg_pool(in_memory_of(x, affine_conv(x, self.weight, None, group=self.group)), self.stride)
+        return out if self.bias is None else out + self.bias.view(-1, *[1] * (x.dim() - 2))
 
     def extra_repr(self) -> str:
         stride = f", stride={self.stride}" if self.stride > 1 else ""

@@ -167,6 +167,7 @@ def check_float(name: str, t: Tensor) -> None:
 
 
 def is_whole(number: object) -> bool:
+    """Whether a size is an integer, of Python or NumPy."""
     return isinstance(number, int | np.integer)
 
 

@@ -63,6 +63,7 @@ def write_results(results: Results, out: Path) -> None:
 
 
 def read_results(path: Path) -> Results:
+    """The results in a ``bench.json``; raises ValueError if it holds something else."""
     try:
         found = json.loads(path.read_text())
         ops, models = [Row(**row) for row in found["ops"]], [ModelRow(**row) for row in found["models"]]

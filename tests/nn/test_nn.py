@@ -458,6 +458,10 @@ def test_layer_attention_weights_sum_to_one(group: str) -> None:
         (lambda: SpatialPool2d(0), "SpatialPool2d: expected sizes that are integers ≥ 1; got kernel_size=0"),
         (lambda: SpatialPool2d(2, stride=0), "got kernel_size=2, stride=0"),
         (
+            lambda: SpatialPool2d(3, padding=0.5),  # type: ignore[arg-type]
+            "padding: expected an integer from 0 to half of kernel_size=3; got 0.5",
+        ),
+        (
             lambda: SpatialPool2d(3, padding=2),
             "padding: expected an integer from 0 to half of kernel_size=3; got 2",
         ),
@@ -465,15 +469,18 @@ def test_layer_attention_weights_sum_to_one(group: str) -> None:
             lambda: SpatialPool2d(3, "max")(torch.ones(1, 1, 2, 8)),
             "SpatialPool2d expects maps of 3×3 or more; got shape [1, 1, 2, 8]",
         ),
-        (lambda: Upsample2d(0), "scale_factor: expected an integer ≥ 1; got 0"),
-        (lambda: Upsample2d(1.5), "scale_factor: expected an integer ≥ 1; got 1.5"),  # type: ignore[arg-type]
+        (lambda: Upsample2d(0), "Upsample2d: expected sizes that are integers ≥ 1; got scale_factor=0"),
+        (lambda: Upsample2d(1.5), "integers ≥ 1; got scale_factor=1.5"),  # type: ignore[arg-type]
         (lambda: Upsample2d(2, ANY), "mode: expected 'nearest' or 'bilinear'; got 'odd'"),
         (
             lambda: Upsample2d(2)(torch.ones(1, 1, 0, 8)),
             "Upsample2d expects maps of 1×1 or more; got shape [1, 1, 0, 8]",
         ),
-        (lambda: GroupLayerNorm(0), "num_channels: expected an integer ≥ 1; got 0"),
-        (lambda: GroupLayerNorm((4, 8)), "num_channels: expected an integer ≥ 1; got (4, 8)"),  # type: ignore[arg-type]
+        (
+            lambda: GroupLayerNorm(0),
+            "GroupLayerNorm: expected sizes that are integers ≥ 1; got num_channels=0",
+        ),
+        (lambda: GroupLayerNorm((4, 8)), "integers ≥ 1; got num_channels=(4, 8)"),  # type: ignore[arg-type]
         (lambda: GroupDropout(1.5), "p: expected a probability, 0 ≤ p ≤ 1; got 1.5"),
         (lambda: GroupDropout(ANY), "p: expected a probability, 0 ≤ p ≤ 1; got 'odd'"),
         (lambda: GroupDropout(mode=ANY), "mode: expected 'channel' or 'point'; got 'odd'"),

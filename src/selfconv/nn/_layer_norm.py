@@ -6,7 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from selfconv.groups import Group, get_group
-from selfconv.nn._layout import channels_innermost, channels_to_end, channels_to_front, check_features
+from selfconv.nn._layout import (
+    channels_innermost,
+    channels_to_end,
+    channels_to_front,
+    check_features,
+    check_sizes,
+)
 
 
 class GroupLayerNorm(nn.LayerNorm):
@@ -30,8 +36,7 @@ class GroupLayerNorm(nn.LayerNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if isinstance(num_channels, bool) or not isinstance(num_channels, int) or num_channels < 1:
-            raise ValueError(f"num_channels: expected an integer ≥ 1; got {num_channels!r}")
+        check_sizes("GroupLayerNorm", num_channels=num_channels)
         super().__init__(num_channels, eps, elementwise_affine, bias, device=device, dtype=dtype)
         self.group = get_group(group)
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from selfconv.groups import Group, get_group
 from selfconv.nn._layout import check_features, check_sizes, on_folded
+from selfconv.ops import is_whole
 
 Mode = Literal["mean", "max"]
 
@@ -61,7 +62,7 @@ class SpatialPool2d(_Pool):
         check_sizes(
             "SpatialPool2d", kernel_size=kernel_size, stride=kernel_size if stride is None else stride
         )
-        if not 0 <= padding <= kernel_size // 2:
+        if not is_whole(padding) or not 0 <= padding <= kernel_size // 2:
             raise ValueError(
                 f"padding: expected an integer from 0 to half of kernel_size={kernel_size}; got {padding}"
             )

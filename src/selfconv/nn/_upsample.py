@@ -8,7 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from selfconv.groups import Group, get_group
-from selfconv.nn._layout import channels_innermost, channels_to_end, channels_to_front, check_features
+from selfconv.nn._layout import (
+    channels_innermost,
+    channels_to_end,
+    channels_to_front,
+    check_features,
+    check_sizes,
+)
 
 UpsampleMode = Literal["nearest", "bilinear"]
 
@@ -34,8 +40,7 @@ class Upsample2d(nn.Module):
         self, scale_factor: int = 2, mode: UpsampleMode = "nearest", *, group: str | Group = "z2"
     ) -> None:
         super().__init__()
-        if isinstance(scale_factor, bool) or not isinstance(scale_factor, int) or scale_factor < 1:
-            raise ValueError(f"scale_factor: expected an integer ≥ 1; got {scale_factor!r}")
+        check_sizes("Upsample2d", scale_factor=scale_factor)
         if mode not in ("nearest", "bilinear"):
             raise ValueError(f"mode: expected 'nearest' or 'bilinear'; got {mode!r}")
         self.scale_factor = scale_factor

@@ -510,7 +510,7 @@ def test_numba_missing_or_broken(error: Exception, monkeypatch: pytest.MonkeyPat
     def load() -> Any:
         raise error
 
-    monkeypatch.setattr(_backends, "_LOADED", {})
+    monkeypatch.setattr(_backends, "_FAILURES", {})
     monkeypatch.setitem(_backends._BACKENDS, "numba", _backends.Backend(load, _backends._numba_refusal))
     _backends._warn_once.cache_clear()
     x, psi = torch.randn(1, 2, 5, 5), torch.randn(2, 3, 3)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import warnings
+from typing import cast
 
 import pytest
 import torch
 from helpers.tiny_models import TINY, awake, relative_error, tiny
+from torch import nn
 
 from selfconv.groups import P4M
 from selfconv.models import create_model
+from selfconv.nn import AffineSelfConv2d, GroupBatchNorm, LiftingConv2d
+from selfconv.ops import _backends
 
 
 @pytest.mark.parametrize(
@@ -53,6 +57,42 @@ def test_compiled_to_machine_code() -> None:
     features = torch.randn(2, 8, 8, 8)
     with torch.no_grad():
         assert relative_error(torch.compile(block, fullgraph=True)(features), block(features)) < 1e-5
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_any_batch_height_and_width_through_inductor(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers on the plane and on p4, whose backend is first used while it is traced.
+
+    Inference has one graph for all sizes. In training Inductor makes one for each height and width,
+    as it does for torch's own convolutions.
+    """
+    torch._dynamo.reset()
+    monkeypatch.setattr(_backends, "_FAILURES", {})
+    network = nn.Sequential(
+        AffineSelfConv2d(2, 2, 3, num_heads=1),
+        LiftingConv2d(2, 2, 1, group="p4"),
+        GroupBatchNorm(2, group="p4"),
+        AffineSelfConv2d(2, 2, 3, num_heads=2, group="p4"),
+    ).double()
+    network.train(training)
+    other = copy.deepcopy(network)
+    compiled = cast(nn.Module, torch.compile(other, fullgraph=True, dynamic=True))
+
+    def results(module: nn.Module, shape: tuple[int, ...]) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=training)
+        out = module(x)
+        leaves = [x, *module.parameters()]
+        return [out, *(torch.autograd.grad(out.square().sum(), leaves) if training else ())]
+
+    with (
+        torch.set_grad_enabled(training),
+        torch._inductor.config.patch(compile_threads=1),
+        torch._dynamo.config.patch(error_on_recompile=not training),
+    ):
+        for shape in ((3, 2, 5, 6), (4, 2, 7, 5)):  # torch takes a batch as large as the channels for fixed
+            for found, expected in zip(results(compiled, shape), results(network, shape), strict=True):
+                torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_a_size_that_is_not_exact_does_not_stop_the_compiler() -> None:

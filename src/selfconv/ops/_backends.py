@@ -13,7 +13,7 @@ from torch import Tensor
 
 from selfconv.ops import _threads  # noqa: F401  # now, not when a backend needs it: it has to notice forks
 from selfconv.ops._call import Call
-from selfconv.ops._transforms import derivative_refusal
+from selfconv.ops._transforms import constant_when_compiled, derivative_refusal
 
 Run = Callable[[Call], Tensor]
 Refusal = Callable[[Call], str | None]
@@ -101,17 +101,19 @@ _BACKENDS = {  # in order of preference
     "reference": Backend(_load_reference, reserve=_reference_reserve),
 }
 BACKENDS = tuple(_BACKENDS)
-_LOADED: dict[str, Run | str] = {}
+_FAILURES: dict[str, str | None] = {}
 
 
-def _load(name: str) -> Run | str:
-    """The backend's ``run``, or why it cannot be had."""
-    if name not in _LOADED:
+@constant_when_compiled  # traced, the dict would be a guard, broken by the call that fills it
+def _failure(name: str) -> str | None:
+    """Why a backend cannot be imported; None if it can."""
+    if name not in _FAILURES:
         try:
-            _LOADED[name] = _BACKENDS[name].load()
+            _BACKENDS[name].load()
+            _FAILURES[name] = None
         except Exception as error:  # a broken installation must not take the others down
-            _LOADED[name] = f"cannot be imported ({type(error).__name__}: {error})"
-    return _LOADED[name]
+            _FAILURES[name] = f"cannot be imported ({type(error).__name__}: {error})"
+    return _FAILURES[name]
 
 
 def check_backend(name: str | None) -> None:
@@ -128,13 +130,13 @@ def choose_backend(call: Call, name: str | None) -> Run:
     for candidate in [name] if name else BACKENDS:
         backend = _BACKENDS[candidate]
         refusal = backend.refusal(call) or (None if name else backend.reserve(call))
-        run = refusal or _load(candidate)
-        if callable(run):
-            return run
+        failure = None if refusal else _failure(candidate)
+        if not (refusal or failure):
+            return backend.load()
         if name:
-            raise ValueError(f"backend {name!r} does not serve this call: it {run}")
-        if not refusal:
-            _warn_once(f"selfconv: the {candidate} backend {run}; falling back to a slower one")
+            raise ValueError(f"backend {name!r} does not serve this call: it {refusal or failure}")
+        if failure:
+            _warn_once(f"selfconv: the {candidate} backend {failure}; falling back to a slower one")
     raise AssertionError("the eager backend serves every call")
 
 
@@ -147,11 +149,9 @@ def explain_call(call: Call) -> str:
     """A line per backend, in order of preference: whether it would run the call, or why not."""
     lines, chosen = [], False
     for name, backend in _BACKENDS.items():
-        reason = backend.refusal(call) or backend.reserve(call) or _load(name)
-        if callable(reason):
+        verdict = backend.refusal(call) or backend.reserve(call) or _failure(name)
+        if verdict is None:
             verdict = "would serve, if asked for" if chosen else "runs"
             chosen = True
-        else:
-            verdict = reason
         lines.append(f"{name}: {verdict}")
     return "\n".join(lines)

@@ -7,12 +7,24 @@ or a derivative of torch.func are refused, which leaves them to the eager backen
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def constant_when_compiled(function: F) -> F:
+    """torch.compile calls the function while it traces, and takes the result for a constant.
+
+    ``torch.compiler.assume_constant_result`` does just this, but imports half of torch, Triton included.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def derivative_refusal() -> str | None:
@@ -26,16 +38,12 @@ def derivative_refusal() -> str | None:
     return None
 
 
+@constant_when_compiled  # torch.compile guards on the transforms that it traces under
 def _inside_func_derivative() -> bool:
     """Whether a derivative of torch.func is being taken: grad, vjp, jvp, jacobians, hessian, linearize."""
     stack = torch._C._functorch.get_interpreter_stack() or ()
     derivatives = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
     return any(interpreter.key() in derivatives for interpreter in stack)
-
-
-# torch.compile guards on the transforms that it traces under. torch.compiler.assume_constant_result does just
-# this, but imports half of torch, Triton included.
-_inside_func_derivative._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def refuse_tangents() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -171,11 +172,23 @@ def test_the_same_figures_give_the_same_bytes(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "a" / "bench.json").read_text())["matmul_gflops"] == 50.0
 
 
-def test_another_file_in_the_way(tmp_path: Path) -> None:
-    (tmp_path / "bench.json").write_text('{"ops": 3}')
-    with pytest.raises(ValueError, match=r"bench.json: expected the results of a benchmark; TypeError: "):
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ops": 3}, "ops: expected a list; got 3"),
+        ({"models": [{}]}, "models: expected model, counterpart, .*; model is missing"),
+        ({"colour": 1}, "unknown option 'colour'"),
+        ({"machine": {}}, "expected results that fill the tables; KeyError"),
+        ({"ops": [asdict(RESULTS.ops[0])]}, "expected results that fill the tables; KeyError"),
+    ],
+    ids=str,
+)
+def test_another_file_in_the_way(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    content = json.dumps(asdict(RESULTS) | changes)
+    (tmp_path / "bench.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"bench.json: {message}"):
         run_bench(BenchOptions(out=tmp_path))
-    assert (tmp_path / "bench.json").read_text() == '{"ops": 3}'
+    assert (tmp_path / "bench.json").read_text() == content
 
 
 @pytest.mark.parametrize(

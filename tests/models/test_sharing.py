@@ -199,7 +199,7 @@ def test_garbage_is_called_damaged(tmp_path: Path) -> None:
     [
         ("{", ValueError, "config.json: expected JSON"),
         ("[1, 2]", ValueError, r"config.json: expected a JSON object; got \[1, 2\]"),
-        ('{"depht": 29}', TypeError, "unknown option depht"),
+        ('{"depht": 29}', ValueError, "config.json: unknown option depht"),
         ('{"depth": "29"}', ValueError, "depth: expected an integer ≥ 11; got '29'"),
         ('{"widths": "abc"}', ValueError, "widths: expected three positive integers; got 'abc'"),
         ('{"depth": 900000002}', ValueError, "depth: expected 9n[+]2 up to 1001"),

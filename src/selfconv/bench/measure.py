@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import tempfile
 import time
@@ -13,6 +12,8 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+from selfconv._files import parse_json
 
 Work = Callable[[], object]
 Key = TypeVar("Key")
@@ -60,7 +61,7 @@ def peak_memory(work: Work, device: torch.device) -> int:
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text())["traceEvents"]
+        events = parse_json(trace.read_bytes())["traceEvents"]
     changes = [e["args"] for e in sorted(events, key=lambda e: e.get("ts", 0)) if e.get("name") == "[memory]"]
     if not changes:
         return 0

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from selfconv._files import read_as
 from selfconv._version import __version__
 from selfconv.bench.models import ModelRow
 from selfconv.bench.ops import KEPT, OPERATION, Row
@@ -64,14 +65,12 @@ def write_results(results: Results, out: Path) -> None:
 
 def read_results(path: Path) -> Results:
     """The results in a ``bench.json``; raises ValueError if it holds something else."""
+    found = read_as(Results, path)
     try:
-        found = json.loads(path.read_text())
-        ops, models = [Row(**row) for row in found["ops"]], [ModelRow(**row) for row in found["models"]]
-        return Results(found["machine"], found["matmul_gflops"], ops, models)
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"{path}: expected the results of a benchmark; {type(error).__name__}: {error}"
-        ) from None
+        markdown(found, [])
+    except (KeyError, TypeError, ArithmeticError) as error:
+        raise ValueError(f"{path}: expected results that fill the tables; {error!r}") from None
+    return found
 
 
 def joined(earlier: Results, later: Results) -> Results:

@@ -7,6 +7,7 @@ from selfconv.models.table import MODELS, ModelFacts, at_depth, list_models, mod
 
 if TYPE_CHECKING:
     from selfconv.models._config import ResNetConfig
+    from selfconv.models._sharing import check_finite, mismatches
     from selfconv.models.conversion import Conversion, convert
     from selfconv.models.export import export_onnx, export_program, fold_batch_norm
     from selfconv.models.flops import count_flops, count_parameters
@@ -23,6 +24,7 @@ else:  # the table alone needs no torch
     __getattr__, __dir__ = lazy(
         __name__,
         _config=["ResNetConfig"],
+        _sharing=["check_finite", "mismatches"],
         conversion=["Conversion", "convert"],
         export=["export_onnx", "export_program", "fold_batch_norm"],
         flops=["count_flops", "count_parameters"],
@@ -39,6 +41,7 @@ __all__ = [
     "ResNet",
     "ResNetConfig",
     "at_depth",
+    "check_finite",
     "convert",
     "count_flops",
     "count_parameters",
@@ -48,6 +51,7 @@ __all__ = [
     "fold_batch_norm",
     "list_models",
     "list_pretrained",
+    "mismatches",
     "model_facts",
     "model_info",
     "models_table",

@@ -16,9 +16,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 
-from selfconv._files import read_json
+from selfconv._files import check_file, read_json
+from selfconv._memory import machine_memory
 
-CONFIG_LIMIT = 1_000_000  # bytes; a config has hundreds
+WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+NAMED = 3  # how many problems a message names
 PathLike = str | os.PathLike[str]
 
 MODEL_CARD = """---
@@ -94,7 +96,10 @@ class Shareable(nn.Module, PyTorchModelHubMixin):
                     f"{place!r} on the hub: expected {CONFIG_NAME} and {SAFETENSORS_SINGLE_FILE}, and got no "
                     "such file; pickled weights are not loaded"
                 ) from None
-        return cls.load(read_config(config), weights, map_location).eval()
+        try:
+            return cls.load(read_config(config), weights, map_location).eval()
+        except TypeError as error:  # an option that there is not, or of another type
+            raise ValueError(f"{config}: {error}") from None
 
     @classmethod
     def load(
@@ -109,11 +114,10 @@ class Shareable(nn.Module, PyTorchModelHubMixin):
     def _save_pretrained(self, save_directory: Path) -> None:
         with torch.device("meta"):
             rebuilt = self.from_config(self.config)
-        problems = mismatches(rebuilt, self.state_dict())
-        if problems:
+        if problems := mismatches(rebuilt.state_dict(), self.state_dict(), dtypes=False):
             raise ValueError(
                 "this model is no longer what its config describes, so it could not be loaded again: "
-                + summary(problems)
+                f"{problems}"
             )
         self._hub_mixin_config = self.config
         partial = save_directory / f"{SAFETENSORS_SINGLE_FILE}.partial"
@@ -127,9 +131,9 @@ class Shareable(nn.Module, PyTorchModelHubMixin):
 def read_config(file: PathLike) -> dict[str, Any]:
     """The content of a ``config.json``."""
     file = os.fspath(file)
-    if not os.path.isfile(file):
+    if not os.path.exists(file):
         raise FileNotFoundError(f"no file {file!r}; save_pretrained writes one")
-    config = read_json(Path(file), CONFIG_LIMIT)
+    config = read_json(Path(file))
     if not isinstance(config, dict):
         raise ValueError(f"{file}: expected a JSON object; got {config!r:.40}")
     return config
@@ -140,34 +144,59 @@ def load_weights(model: nn.Module, file: PathLike, map_location: str | torch.dev
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is damaged, or holds the weights of another architecture.
+        ValueError: the file is damaged, holds the weights of another architecture, or weights that are no
+            numbers.
     """
     file = os.fspath(file)
-    if not os.path.isfile(file):
+    if not os.path.exists(file):
         raise FileNotFoundError(f"no weights at {file!r}; expected a safetensors file")
     try:
+        check_file(file, machine_memory() / 2)
         state = load_file(file, device=str(map_location))
     except SafetensorError as error:
         raise ValueError(f"{file}: not a safetensors file, or a damaged or truncated one ({error})") from None
-    problems = mismatches(model, state)
-    if problems:
-        raise ValueError(f"{file} holds the weights of another architecture: {summary(problems)}")
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+    if problems := mismatches(model.state_dict(), state, dtypes=False):
+        raise ValueError(f"{file} holds the weights of another architecture: {problems}")
+    try:
+        _check_numbers(model.state_dict(), state)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
     # copied: the file's own memory is not aligned, which changes last bits, and goes when the file does
     model.load_state_dict({name: tensor.clone() for name, tensor in state.items()}, assign=True)
 
 
-def mismatches(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
-    """How a state differs from what a model expects, a phrase for each entry, in the model's order."""
-    expected = model.state_dict()
+def _check_numbers(expected: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    """Weights are finite, of one floating dtype that layers compute in, and counters are integers."""
+    floating = {name for name, tensor in expected.items() if tensor.is_floating_point()}
+    dtypes = sorted({str(state[name].dtype) for name in floating})
+    if len(dtypes) != 1 or dtypes[0] not in map(str, WEIGHT_DTYPES):
+        known = ", ".join(map(str, WEIGHT_DTYPES))
+        raise ValueError(f"expected weights of one dtype, of {known}; got {', '.join(dtypes)}")
+    for name, tensor in state.items():
+        if name not in floating and tensor.dtype != expected[name].dtype:
+            raise ValueError(f"expected {name} of dtype {expected[name].dtype}; got {tensor.dtype}")
+    check_finite(state)
+
+
+def check_finite(state: Mapping[str, Tensor]) -> None:
+    """Raises ValueError if a weight is infinite or not a number."""
+    for name, tensor in state.items():
+        if not tensor.isfinite().all():
+            raise ValueError(f"expected weights that are numbers; {name} has some that are infinite or nan")
+
+
+def mismatches(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], *, dtypes: bool = True) -> str:
+    """How tensors differ from those expected, in names and shapes and dtypes; empty if they do not."""
     problems = []
     for name, tensor in expected.items():
-        if name not in state:
+        if name not in found:
             problems.append(f"{name} is missing")
-        elif state[name].shape != tensor.shape:
-            problems.append(f"{name} is {list(state[name].shape)} instead of {list(tensor.shape)}")
-    return problems + [f"{name} is not expected" for name in state if name not in expected]
-
-
-def summary(problems: list[str], shown: int = 3) -> str:
-    rest = f", and {len(problems) - shown} more" if len(problems) > shown else ""
-    return ", ".join(problems[:shown]) + rest
+        elif found[name].shape != tensor.shape:
+            problems.append(f"{name} is {list(found[name].shape)} instead of {list(tensor.shape)}")
+        elif dtypes and found[name].dtype != tensor.dtype:
+            problems.append(f"{name} is {found[name].dtype} instead of {tensor.dtype}")
+    problems += [f"{name} is not expected" for name in found if name not in expected]
+    rest = f", and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
+    return ", ".join(problems[:NAMED]) + rest

@@ -25,6 +25,7 @@ from queue import Empty, SimpleQueue
 from tempfile import TemporaryFile
 from typing import Any
 
+from selfconv._files import parse_json
 from selfconv._memory import machine_memory
 from selfconv._text import escape_for_terminal
 from selfconv.study.board import Board
@@ -153,7 +154,7 @@ class _Worker:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             with suppress(ValueError):  # of half a line, when it was killed
-                heard.put((self, json.loads(line)))
+                heard.put((self, parse_json(line)))
         self._process.wait()
         heard.put((self, None))
 
@@ -242,7 +243,7 @@ def _receive(tasks: SimpleQueue[Message | None]) -> None:
     """Hands on what comes in; at its end, the main thread is told to save and stop."""
     with open(0, "rb", buffering=0) as lines:  # unbuffered: a buffer's lock would be held at exit
         for line in lines:
-            tasks.put(json.loads(line))
+            tasks.put(parse_json(line))
     tasks.put(None)
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
     time.sleep(PATIENCE)

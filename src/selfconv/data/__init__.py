@@ -11,12 +11,14 @@
 from selfconv.data.batches import Augment, Batches, Rotation, normalise
 from selfconv.data.cifar import imitation
 from selfconv.data.dataset import DataError, Dataset, MissingDataError, Split, fit
-from selfconv.data.images import IMAGE_SUFFIXES, read_image, require_pillow
+from selfconv.data.images import IMAGE_FORMATS, IMAGE_SUFFIXES, MAX_PIXELS, read_image, require_pillow
 from selfconv.data.info import DataInfo
 from selfconv.data.load import load_data
 
 __all__ = [
+    "IMAGE_FORMATS",
     "IMAGE_SUFFIXES",
+    "MAX_PIXELS",
     "Augment",
     "Batches",
     "DataError",

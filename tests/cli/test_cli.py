@@ -228,7 +228,7 @@ BAD_TRAIN: dict[str, tuple[list[str], str]] = {
     "no config": (["--config", "nowhere.json"], "nowhere.json: No such file or directory"),
     "bad config": (["--config", "bad.json"], "bad.json: "),
     "no text": (["--config", "cut.npz"], "cut.npz: expected JSON; got bytes that are no text"),
-    "other config": (["--config", "other.json"], "other.json: config: unknown option 'epochs'"),
+    "other config": (["--config", "other.json"], "other.json: unknown option 'epochs'"),
     "fp16": (["--precision", "fp16", "--device", "cpu"], "precision: fp16 needs a GPU"),
 }  # fmt: skip
 
@@ -299,7 +299,9 @@ def test_an_output_folder_that_holds_other_things(data: Path, run: Path, tmp_pat
         (["predict", "RUN", "nowhere.png"], "nowhere.png: expected an image"),
         (["predict", "RUN", "no*.png"], "no*.png: expected an image"),
         (["predict", "RUN", "empty"], "a folder of images or a wildcard; got no images"),
-        (["predict", "RUN", "broken.png"], "broken.png: not an image"),
+        (["predict", "RUN", ""], "expected a value; got an empty one in: selfconv predict "),
+        (["evaluate", ""], "expected a value; got an empty one in: selfconv evaluate ''"),
+        (["predict", "RUN", "broken.png"], "broken.png: not an image: expected BMP, GIF, JPEG, PNG, PPM"),
         (["predict", "RUN"], "predict: expected at least one image"),
         (["export", "RUN", "--to", "model.tflite"], "expected a name that ends in .onnx or .pt2"),
         (["export", "RUN", "--to", "nowhere/model.onnx"], "no folder 'nowhere'"),

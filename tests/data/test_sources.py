@@ -324,7 +324,7 @@ class TestLoadData:
         ("source", "options", "why"),
         [
             ("digit", {}, "got 'digit': no such file or folder; did you mean 'digits'"),
-            ("", {}, "expected at least two classes|expected a folder|no such"),
+            ("", {}, "data: expected a name, a folder or a file; got an empty name"),
             ("nowhere.npz", {}, "got 'nowhere.npz': no such file or folder$"),
             ("digits", {"image_size": 0}, "image_size: expected a positive number of pixels; got 0"),
             ("digits", {"image_size": -3}, "image_size: .* got -3"),

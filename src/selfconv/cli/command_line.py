@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import shlex
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -56,6 +57,9 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _call(args: Sequence[str]) -> None:
+    for word in args:  # an empty path would be the working directory
+        if not word or (word.startswith("--") and word.endswith("=")):
+            raise ValueError(f"expected a value; got an empty one in: {shlex.join(['selfconv', *args])}")
     commands = {"train": train_command(args), **COMMANDS}
     messages = io.StringIO()
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -250,6 +251,8 @@ def _check_classes(
             label.encode()
         except UnicodeEncodeError:
             raise DataError(f"{name}: expected class names that are text in UTF-8; got {label!r}") from None
+    if class_names is not None and (twice := [label for label, n in Counter(class_names).items() if n > 1]):
+        raise DataError(f"{name}: expected a name of its own for each class; got {twice[0]!r} more than once")
     if count < 2:
         raise DataError(f"{name}: expected at least two classes; got {count}")
     present = np.unique(labels["train"])

@@ -68,6 +68,8 @@ def _loader(source: str | os.PathLike[str], download: bool, cache: Path) -> Call
         return load_digits
     if isinstance(source, str) and source in ARCHIVES:
         return lambda **options: load_cifar(source, cache=cache, download=download, **options)
+    if not os.fspath(source):  # Path("") is the working directory
+        raise DataError("data: expected a name, a folder or a file; got an empty name")
     path = Path(source).expanduser()
     if path.is_dir():
         return lambda **options: load_folder(path, **options)

@@ -14,6 +14,8 @@ from selfconv.data import IMAGE_SUFFIXES, DataError, Split, read_image
 from selfconv.trained.evaluation import logits
 from selfconv.trained.model import TrainedModel
 
+FILES, PIXELS = 1024, 2**24  # to be read at a time, at most
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -29,6 +31,8 @@ def image_files(patterns: Sequence[str | os.PathLike[str]]) -> list[Path]:
     """The files that are meant by files, folders (all images in them, at any depth) and wildcards."""
     files: list[Path] = []
     for pattern in patterns:
+        if not os.fspath(pattern):  # Path("") is the working directory
+            raise DataError("expected an image, a folder of images or a wildcard; got an empty name")
         path = Path(pattern)
         if path.is_file():
             found = [path]
@@ -54,8 +58,9 @@ def predict(trained: TrainedModel, images: Sequence[str | os.PathLike[str]]) -> 
     """The class and probabilities of each image; images are prepared as those of a training folder are."""
     files, info = image_files(images), trained.data
     predictions = []
-    for start in range(0, len(files), 1024):  # so that any number of files fits in memory
-        chunk = files[start : start + 1024]
+    step = max(1, min(FILES, PIXELS // info.size**2))
+    for start in range(0, len(files), step):  # so that any number of files fits in memory
+        chunk = files[start : start + step]
         pixels = torch.stack([read_image(file, info.size, info.in_channels) for file in chunk])
         split = Split(pixels, torch.zeros(len(chunk), dtype=torch.int64))
         for file, p in zip(chunk, logits(trained.model, split, info, lambda x: x).softmax(1), strict=True):

@@ -167,9 +167,11 @@ def test_a_run_with_other_classes_is_shown_alone(runs: Path) -> None:
 
 def test_digits_stand_in_for_data_that_is_gone(runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs / "two", tmp_path / "two")
-    config = json.loads((tmp_path / "two" / "config.json").read_text())
-    config["data"]["source"] = str(tmp_path / "gone.npz")
-    (tmp_path / "two" / "config.json").write_text(json.dumps(config))
+    config, record = (tmp_path / "two" / f"{name}.json" for name in ("config", "record"))
+    content = json.loads(config.read_text())
+    content["data"]["source"] = str(tmp_path / "gone.npz")
+    config.write_text(json.dumps(content))
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"config": content}))
     study = Study.open(tmp_path / "two")
     assert study.note.startswith("These digits stand in for the run's data, which cannot be read")
     assert study.samples[0].image.shape == (1, 16, 16)
@@ -292,9 +294,9 @@ def test_uploads_are_prepared_as_training_images_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"no image", "bad.png: expected an image (BMP, GIF, JPEG, PNG, PPM, TIFF or WEBP); got none"),
-        (b"", "got none"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n", "got none"),
+        (b"no image", "bad.png: not an image: expected BMP, GIF, JPEG, PNG, PPM, TIFF or WEBP"),
+        (b"", "not an image"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n", "not an image"),
         (png_that_claims(9000, 9000), "expected up to 40 million pixels; got 9000×9000, 81 million"),
         (png_that_claims(90000, 90000), "expected up to 40 million pixels; got far more"),
         (png_that_claims(600, 600), "bad.png: "),  # damaged: ends early
@@ -319,6 +321,56 @@ def test_too_many_bytes_are_refused_unread(tmp_path: Path, monkeypatch: pytest.M
 
 
 # ---- the command ----
+
+
+header = st.one_of(
+    st.binary(max_size=12),
+    st.from_regex(_server.HOST, fullmatch=True).map(str.encode),
+    st.text("[]:.@/a1 null", max_size=12).map(lambda text: f"http://{text}".encode("latin-1")),
+)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([b"host", b"origin", b"content-length"]), header), max_size=4),
+    st.sampled_from(["GET", "POST"]),
+)
+def test_any_header_is_let_in_or_refused(headers: list[tuple[bytes, bytes]], method: str) -> None:
+    """And let in only if it names this server, and no other site asks."""
+    guard = _server.Guard(None, hosts={"localhost"}, max_upload=9, uploads=None)  # type: ignore[arg-type]
+    refusal = guard._refusal({"headers": headers, "path": "/", "method": method})
+    if refusal is None:
+        [host] = [value for name, value in headers if name == b"host"]
+        assert re.fullmatch(rb"localhost(:\d+)?", host, re.IGNORECASE)
+        assert all(value.endswith(b"//" + host) for name, value in headers if name == b"origin")
+
+
+@pytest.mark.parametrize("host", ["[::::]", "[1.2.3]", "[::1%]", "a:99999999", "localhost, x", ""])
+def test_hosts_that_are_none(host: str) -> None:
+    guard = _server.Guard(None, hosts={"localhost"}, max_upload=9, uploads=None)  # type: ignore[arg-type]
+    scope = {"path": "/", "method": "GET", "headers": [(b"host", host.encode())]}
+    assert (guard._refusal(scope) or [200])[0] in (400, 403)
+    scope["headers"] = [(b"host", b"localhost"), (b"origin", f"http://{host}".encode())]
+    assert (guard._refusal(scope) or [200])[0] in (400, 403)
+    scope["headers"] = [(b"host", b"localhost"), (b"origin", b"http://localhost")]
+    assert guard._refusal(scope) is None
+
+
+def test_an_upload_that_nobody_uses_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_uploads, "PATIENCE", 0.05)
+    uploads = _uploads.Uploads(tmp_path)
+    for name in ("aa", "bb"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.png").write_bytes(b"x")
+
+    async def arrive() -> None:
+        with uploads.request():
+            uploads.arrived(json.dumps([str(tmp_path / "aa" / "x.png")]).encode())
+        assert [p.name for p in tmp_path.iterdir()] == ["aa"]  # the other was never answered for
+        while (tmp_path / "aa").exists():
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(arrive(), 60))
+    assert list(tmp_path.iterdir()) == []
 
 
 def stopped(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
@@ -367,7 +419,7 @@ def test_others_are_let_in_only_with_a_warning(
     import uvicorn
 
     allowed: list[Any] = []
-    monkeypatch.setattr(_server, "make_app", lambda run, host, port, hosts: allowed.append(hosts))
+    monkeypatch.setattr(_server, "make_app", lambda run, host, port, hosts, uploads: allowed.append(hosts))
     monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: None)
     before = signal.getsignal(signal.SIGTERM)
     cli.main(["explore", "--no-open", "--port", "0", "--host", host])

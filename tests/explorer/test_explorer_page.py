@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -290,6 +291,56 @@ def test_only_the_page_itself_may_ask(server: Server) -> None:
     assert server.ask("/", origin="null")[0] == 403
     assert server.ask("/", origin=server.address)[0] == 200
     assert server.ask("/gradio_api/run/predict", "POST", b"{}" + b" " * 2**20)[0] == 413
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"host": "[::1"}, {"host": "a b"}, {"host": "127.0.0.1:x"}, {"host": "127.0.0.1/x"},
+        {"host": "me@127.0.0.1"}, {"host": "[127.0.0.1"}, {"origin": "http://[::1"},
+        {"origin": "http://["}, {"origin": "127.0.0.1"}, {"origin": "http://127.0.0.1:1/x"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_malformed_headers(server: Server, headers: dict[str, str]) -> None:
+    before = server.errors.read_text()
+    assert server.ask("/", "GET", None, **headers)[0] == 400
+    assert server.errors.read_text() == before
+
+
+def post_upload(server: Server, content: bytes, name: str = "x.png") -> tuple[int, str]:
+    form = b'--A\r\nContent-Disposition: form-data; name="files"; filename="%s"\r\n\r\n%s\r\n--A--\r\n'
+    body = form % (name.encode(), content)
+    kind = {"content-type": "multipart/form-data; boundary=A"}
+    return server.ask("/gradio_api/upload", "POST", body, **kind)
+
+
+def kept(server: Server) -> list[Path]:
+    return [path for path in server.folder.rglob("selfconv-explore-*/**/*") if path.is_file()]
+
+
+def wait_until_kept(server: Server, number: int) -> None:
+    """Files are removed just after a request is answered."""
+    deadline = time.monotonic() + 30  # less than an upload is kept
+    while len(kept(server)) != number:
+        assert time.monotonic() < deadline, kept(server)
+        time.sleep(0.05)
+
+
+def test_uploads_that_are_refused_or_never_used(server: Server) -> None:
+    status, answer = post_upload(server, b"no image")
+    assert status == 200
+    assert [str(path) for path in kept(server)] == json.loads(answer)  # it may be used yet
+    file = {"path": json.loads(answer)[0], "meta": {"_type": "gradio.FileData"}}
+    body = {"data": [file], "fn_index": 10**6, "session_hash": "abc"}  # a call that gradio refuses
+    kind = {"content-type": "application/json"}
+    assert server.ask("/gradio_api/run/predict", "POST", json.dumps(body).encode(), **kind)[0] >= 400
+    wait_until_kept(server, 0)
+    for number in range(_uploads.MOST + 3):
+        assert post_upload(server, b"%d" % number)[0] == 200
+    wait_until_kept(server, _uploads.MOST)
+    assert server.ask("/gradio_api/upload", "POST", b"not a form")[0] >= 400
+    wait_until_kept(server, _uploads.MOST)
 
 
 def test_ctrl_c_ends_it_and_leaves_nothing(server: Server, browser: Browser) -> None:

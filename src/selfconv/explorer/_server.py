@@ -17,9 +17,9 @@ from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
-from urllib.parse import urlsplit
 
 from selfconv._extras import require
+from selfconv.explorer._uploads import MAX_BYTES, Uploads
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -32,6 +32,8 @@ PATHS = re.compile(
     r"|/gradio_api/(upload|upload_progress|run/predict|heartbeat/\w+)"
 )
 UPLOAD = "/gradio_api/upload"
+HOST = re.compile(r"\[(?P<address>[0-9A-Fa-f:.]+)\](:\d{1,5})?|(?P<name>[\w.-]+)(:\d{1,5})?", re.ASCII)
+ORIGIN = re.compile(rf"null|[A-Za-z][A-Za-z0-9+.-]*://(?P<host>{HOST.pattern})", re.ASCII)
 MAX_CALL = 2**20  # bytes of a request that is no upload
 
 HEADERS = {
@@ -53,10 +55,11 @@ class Guard:
         hosts: names under which the server may be asked; None for any. On loopback this keeps other sites
             from reaching it under a name of theirs.
         max_upload: bytes of a file.
+        uploads: where they are kept.
     """
 
-    def __init__(self, app: App, *, hosts: set[str] | None, max_upload: int) -> None:
-        self.app, self.hosts = app, hosts
+    def __init__(self, app: App, *, hosts: set[str] | None, max_upload: int, uploads: Uploads) -> None:
+        self.app, self.hosts, self.uploads = app, hosts, uploads
         self.limits = {UPLOAD: max_upload + 2**16}  # and the form around it
 
     async def __call__(self, scope: Scope, receive: Callable[[], Awaitable[Message]], send: Send) -> None:
@@ -72,6 +75,8 @@ class Guard:
                 message["headers"] = [*message.get("headers", []), *own]
             await send(message)
 
+        if refusal is None and scope["method"] == "POST":
+            return await self._post(scope, receive, with_headers)
         if refusal is None:
             return await self.app(scope, receive, with_headers)
         status, reason = refusal
@@ -79,13 +84,43 @@ class Guard:
         await with_headers({"type": "http.response.start", "status": status, "headers": plain})
         return await send({"type": "http.response.body", "body": reason.encode()})
 
+    async def _post(self, scope: Scope, receive: Callable[[], Awaitable[Message]], send: Send) -> None:
+        """Follows what becomes of an upload."""
+        asked, answer = bytearray(), bytearray()
+
+        async def recorded() -> Message:
+            message = await receive()
+            if scope["path"] != UPLOAD:
+                asked.extend(message.get("body", b""))
+            return message
+
+        async def noted(message: Message) -> None:
+            if scope["path"] == UPLOAD and len(answer) < MAX_CALL:
+                answer.extend(message.get("body", b""))
+            await send(message)
+
+        with self.uploads.request():
+            try:
+                await self.app(scope, recorded, noted)
+            finally:
+                if scope["path"] == UPLOAD:
+                    self.uploads.arrived(bytes(answer))
+                else:
+                    self.uploads.answered(bytes(asked))
+
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+        names = [name for name, _ in scope["headers"]]
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         path = scope["path"]
-        host = headers.get("host", "")
-        if self.hosts is not None and (urlsplit(f"//{host}").hostname or "") not in self.hosts:
+        host = HOST.fullmatch(headers.get("host", ""))
+        origin = ORIGIN.fullmatch(headers.get("origin", "null"))
+        if host is None or names.count(b"host") > 1:
+            return 400, "expected a name or address as the host"
+        if origin is None or names.count(b"origin") > 1:
+            return 400, "expected scheme://host as the origin"
+        if self.hosts is not None and (host["address"] or host["name"]).lower() not in self.hosts:
             return 403, "this page is for the machine it runs on"
-        if "origin" in headers and urlsplit(headers["origin"]).netloc != host:
+        if "origin" in headers and origin["host"] != host[0]:
             return 403, "this page takes requests from itself alone"
         if not PATHS.fullmatch(path) or ".." in path:
             return 404, "not here"
@@ -93,7 +128,7 @@ class Guard:
             length = headers.get("content-length", "")
             if not length.isdecimal():
                 return 411, "expected a content-length"
-            if int(length) > self.limits.get(path, MAX_CALL):
+            if len(length) > 20 or int(length) > self.limits.get(path, MAX_CALL):
                 return 413, "too large"
         return None
 
@@ -122,17 +157,19 @@ def explore(
         }
         require("explore", "gradio")
         with _listen(host, port) as listening:
-            _serve(run, host, listening, open_page)
+            _serve(run, host, listening, open_page, Path(uploads))
 
 
-def _serve(run: str | Path | None, host: str, listening: socket.socket, open_page: bool) -> None:
+def _serve(
+    run: str | Path | None, host: str, listening: socket.socket, open_page: bool, uploads: Path
+) -> None:
     import uvicorn
 
     port = listening.getsockname()[1]
     local = _is_loopback(host)
     if not local:
         warnings.warn(f"--host {host}: everybody who can reach this machine can use the page", stacklevel=2)
-    app = make_app(run, host, port, {host, "127.0.0.1", "localhost", "::1"} if local else None)
+    app = make_app(run, host, port, {host, "127.0.0.1", "localhost", "::1"} if local else None, uploads)
     shown = f"[{host}]" if ":" in host else host
     address = f"http://{shown}:{port}"
     print(f"The page is at {address} (Ctrl-C ends it).", flush=True)
@@ -151,18 +188,17 @@ def _serve(run: str | Path | None, host: str, listening: socket.socket, open_pag
         print()
 
 
-def make_app(run: str | Path | None, host: str, port: int, hosts: set[str] | None) -> Guard:
-    """The page behind its guard."""
+def make_app(run: str | Path | None, host: str, port: int, hosts: set[str] | None, uploads: Path) -> Guard:
+    """The page behind its guard; ``uploads`` is the folder that gradio puts them into."""
     import fastapi
 
     from selfconv.explorer._page import build_page, mount
     from selfconv.explorer._study import Study
-    from selfconv.explorer._uploads import MAX_BYTES
 
     fetch_nothing()
     app = fastapi.FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     mount(build_page(Study.open(run)), app, host, port)
-    return Guard(app, hosts=hosts, max_upload=MAX_BYTES)
+    return Guard(app, hosts=hosts, max_upload=MAX_BYTES, uploads=Uploads(uploads))
 
 
 def fetch_nothing() -> None:

@@ -47,6 +47,11 @@ def export(trained: TrainedModel, path: str | os.PathLike[str]) -> tuple[int, in
     info = trained.data
     model = FromPixels(trained.model, info.mean, info.std)
     shape = (info.in_channels, info.size, info.size)
+    with torch.inference_mode():
+        if not model(torch.zeros(1, *shape)).isfinite().all():
+            raise ValueError(
+                f"{trained.name}: expected outputs that are numbers; the model's are infinite or nan"
+            )
     partial = path.with_name(f".partial-{path.name}")  # writers go by the suffix
     try:
         partial.touch()  # the writers' own errors do not say what is wrong with a place

@@ -34,7 +34,11 @@ def is_spatial(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def trace(model: nn.Module, image: Tensor) -> Trace:
-    """Runs the model in evaluation mode on an image ``[C, h, w]`` or ``[1, C, h, w]``, as it takes them."""
+    """Runs the model in evaluation mode on an image ``[C, h, w]`` or ``[1, C, h, w]``, as it takes them.
+
+    Raises:
+        ValueError: its output is infinite or not a number.
+    """
     image = as_batch(image)
     like = next(model.parameters(), image)
     image = image.to(like.device, like.dtype)
@@ -48,6 +52,8 @@ def trace(model: nn.Module, image: Tensor) -> Trace:
 
     with evaluating(model):
         output = run_observed(model, image, observe)[0]
+    if not output.isfinite().all():
+        raise ValueError("expected outputs that are numbers; the model's are infinite or nan for this image")
     return Trace(image, output, inputs, maps)
 
 

@@ -40,7 +40,7 @@ test: lint typecheck browser
 
 # every property test on many more cases, new ones each time; says how many random calls there were (2,000 and more)
 test-long: install
-	SELFCONV_TEST_EFFORT=15 $(BIN)/python -m pytest -n 2 tests/ops/test_fuzz.py tests/test_groups.py tests/data/test_archives.py
+	SELFCONV_TEST_EFFORT=15 $(BIN)/python -m pytest -n 2 tests/ops/test_fuzz.py tests/test_groups.py tests/data/test_archives.py tests/test_hostile_runs.py
 
 docs: install
 	$(BIN)/python -m sphinx --fresh-env --write-all --fail-on-warning --keep-going --nitpicky docs docs/_build/html

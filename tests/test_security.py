@@ -26,14 +26,14 @@ from PIL import Image
 from rich.console import Console
 
 from selfconv import cli
-from selfconv._files import JSON_LIMIT
+from selfconv._files import JSON_LIMIT, parse_json, write_json
 from selfconv._text import escape_for_terminal
-from selfconv.data import DataError, load_data, read_image
+from selfconv.data import IMAGE_FORMATS, MAX_PIXELS, DataError, load_data, read_image
 from selfconv.data import npz as npz_module
 from selfconv.models import ResNet
 from selfconv.train import Run, RunConfig, RunError
 from selfconv.train.progress import Progress
-from selfconv.trained import Evaluation, confusion_figure
+from selfconv.trained import VIEWS, Evaluation, confusion_figure
 from selfconv.trained.evaluation import save_figure
 
 
@@ -97,6 +97,108 @@ def test_objects_in_an_npz_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+# ---- what a file is called says nothing ----
+
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+def test_postscript_never_reaches_ghostscript(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    from PIL import EpsImagePlugin
+
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_, **__: pytest.fail("Ghostscript was called"))
+    root = paint(tmp_path / "pets", ["cat", "dog"])
+    (root / "cat" / "x.png").write_bytes(POSTSCRIPT)
+    with pytest.raises(DataError, match=r"1 of 9 .*: cat/x.png \(not an image: expected BMP"):
+        load_data(root)
+    with pytest.raises(DataError, match=r"x.png: not an image: expected BMP"):
+        read_image(root / "cat" / "x.png", 8, 3)
+
+
+def test_one_place_opens_images_and_names_the_formats() -> None:
+    calls = {}
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Image.open"):
+                calls[path.name] = [keyword.arg for keyword in node.keywords]
+    assert calls == {"images.py": ["formats"]}
+    text = (ROOT / "docs" / "data.md").read_text().replace("PPM (and PGM)", "PPM")
+    assert ", ".join(IMAGE_FORMATS) in text
+    assert f"{MAX_PIXELS // 10**6} million pixels" in text
+
+
+def test_one_place_decodes_json() -> None:
+    found = {
+        path.name
+        for path in (ROOT / "src").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and ast.unparse(node) in ("json.load", "json.loads", "json.JSONDecoder")
+    }
+    assert found == {"_files.py"}
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[" * 900 + "]" * 900, "at most 32 levels"),
+        ("[" * 90_000, "expected JSON; got something else"),
+        ('{"a": 1, "a": 2}', "a key is there twice"),
+        ("NaN", "NaN is no number"),
+        ("[1e999]", "1e999 is no number"),
+        ("9" * 5000, "expected JSON; got something else"),
+        (b"\xff", "expected JSON; got something else"),
+        ("", "expected JSON; got something else"),
+    ],
+    ids=range(8),
+)
+def test_json_that_is_refused(text: str | bytes, why: str) -> None:
+    with pytest.raises(ValueError, match=why) as caught:
+        parse_json(text)
+    one_line(caught.value)
+
+
+def test_what_would_be_refused_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(tmp_path / "x.json", {"loss": float("nan")})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder", "hole"])
+def test_image_files_that_are_none(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.png"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        with path.open("wb") as file:
+            file.truncate(2**40)
+    with pytest.raises(DataError, match=r"x\.png: expected (a file; got|at most)"):
+        read_image(path, 8, 3)
+
+
+@pytest.mark.parametrize(
+    "names", [["a", "b", "a"], [b"\xff", b"\xfe", b"c"], ["a", "a\0", "b"]], ids=["same", "decoded", "padded"]
+)
+def test_classes_of_one_name(names: list[Any], tmp_path: Path) -> None:
+    """As keys of an answer, one of them would be lost."""
+    x, y = np.zeros((6, 8, 8), np.uint8), np.array([0, 1, 2] * 2)
+    np.savez(tmp_path / "x.npz", x_train=x, y_train=y, x_test=x, y_test=y, class_names=np.array(names))
+    with pytest.raises(DataError, match=r"expected a name of its own for each class; got .* more than once"):
+        load_data(tmp_path / "x.npz")
+
+
+def test_names_that_differ_in_case_or_normalisation_are_two(tmp_path: Path) -> None:
+    x, y = np.zeros((8, 8, 8), np.uint8), np.array([0, 1, 2, 3] * 2)
+    names = ["a", "A", "\u00e9", "e\u0301"]
+    np.savez(tmp_path / "x.npz", x_train=x, y_train=y, x_test=x, y_test=y, class_names=np.array(names))
+    assert load_data(tmp_path / "x.npz").class_names == tuple(names)
+
+
 # ---- bombs ----
 
 
@@ -143,7 +245,7 @@ def test_jpegs_of_more_pixels_than_anyone_means(tmp_path: Path) -> None:
     data = (tmp_path / "x.jpg").read_bytes()
     at = data.index(b"\xff\xc0") + 5
     (tmp_path / "x.jpg").write_bytes(data[:at] + struct.pack(">HH", 65_000, 65_000) + data[at + 4 :])
-    with pytest.raises(DataError, match="exceeds limit") as caught:
+    with pytest.raises(DataError, match="expected up to 89 million pixels; got far more") as caught:
         read_image(tmp_path / "x.jpg", 32, 3)
     one_line(caught.value)
 
@@ -181,11 +283,11 @@ def test_files_too_large_to_be_options(tmp_path: Path) -> None:
     for name in ("config.json", "data.json"):
         with open(tmp_path / name, "wb") as file:
             file.truncate(2**30)  # a hole: takes no space
-    with pytest.raises(ValueError, match=f"at most {JSON_LIMIT} bytes of JSON; got {2**30}"):
+    with pytest.raises(ValueError, match=f"at most {JSON_LIMIT} bytes; got {2**30}"):
         RunConfig.load(tmp_path)
-    with pytest.raises(RunError, match="bytes of JSON"):
+    with pytest.raises(RunError, match="at most 16000000 bytes"):
         _ = Run(tmp_path).data
-    with pytest.raises(ValueError, match="at most 1000000 bytes"):
+    with pytest.raises(ValueError, match="at most 16000000 bytes"):
         ResNet.from_pretrained(tmp_path)
 
 
@@ -194,19 +296,20 @@ def test_files_too_large_to_be_options(tmp_path: Path) -> None:
     [
         {"size": 10**9}, {"size": "16"}, {"size": 0}, {"in_channels": 10**9}, {"mean": "abc"},
         {"mean": [0.5] * 9}, {"std": [0.0]}, {"std": [float("nan")]}, {"class_names": [1, 2]},
-        {"class_names": None}, {"name": []},
+        {"class_names": None}, {"name": []}, {"class_names": ["a", "a"]},
+        {"size": 16384}, {"images": {}}, {"more": 1},
     ],
     ids=str,
 )  # fmt: skip
 def test_a_hostile_description_of_the_data(change: dict[str, Any], tmp_path: Path) -> None:
     good = {
         "name": "x", "digest": "0", "class_names": ["a", "b"], "in_channels": 1, "size": 16, "mean": [0.5],
-        "std": [0.5], "images": {},
+        "std": [0.5], "images": {"train": 1, "val": 0, "test": 1},
     }  # fmt: skip
     (tmp_path / "data.json").write_text(json.dumps(good))
     assert Run(tmp_path).data.size == 16
     (tmp_path / "data.json").write_text(json.dumps(good | change))
-    with pytest.raises(RunError, match="expected the description of a data set"):
+    with pytest.raises(RunError, match=r"data\.json: .*(expected|unknown)"):
         _ = Run(tmp_path).data
 
 
@@ -281,8 +384,9 @@ def test_classes_with_hostile_names(tmp_path: Path) -> None:
     assert sorted(data.class_names) == sorted(folders)  # as they are; only what is printed is escaped
     count = len(NAMES)
     evaluation = Evaluation(
-        data="\x1b[31m[red]pets", images=4, loss=0.0, accuracy=1.0, accuracy_under={"0°": 1.0},
-        class_accuracy=dict.fromkeys(NAMES, 0.5), confusion=np.ones((count, count), int).tolist(),
+        data="\x1b[31m[red]pets", images=count**2, loss=0.0, accuracy=1 / count,
+        accuracy_under=dict.fromkeys(VIEWS, 1 / count), class_accuracy=dict.fromkeys(NAMES, 1 / count),
+        confusion=np.ones((count, count), int).tolist(),
         equivariance_error=0.0,
     )  # fmt: skip
     console = Console(file=io.StringIO(), width=300, force_terminal=True, color_system="truecolor")
@@ -328,7 +432,7 @@ def test_links_out_of_a_folder_of_images(tmp_path: Path) -> None:
     root = paint(tmp_path / "pets", ["cat", "dog"])
     (tmp_path / "secret").write_text("secret")
     (root / "cat" / "x.png").symlink_to(tmp_path / "secret")
-    with pytest.raises(DataError, match=r"cat/x.png \(not an image\)") as caught:
+    with pytest.raises(DataError, match=r"cat/x.png \(not an image: expected BMP, ") as caught:
         load_data(root)
     assert "secret" not in one_line(caught.value).replace(str(tmp_path), "")
     (root / "cat" / "x.png").unlink()

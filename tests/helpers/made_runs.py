@@ -26,22 +26,40 @@ def make_run(
     images: int = 45_000,
     digest: str = "0" * 64,
     curve: Sequence[tuple[float, float | None]] = ((0.5, 0.4), (0.8, 0.7)),
-    evaluation: dict[str, Any] | None = None,
+    turned: Sequence[float] | None = None,
+    equivariance_error: float = 1e-6,
     **changes: Any,
 ) -> Path:
-    """A finished run; ``changes`` replace fields of its record, where None leaves one out."""
+    """A finished run; ``changes`` replace fields of its record, where None leaves one out.
+
+    Args:
+        turned: accuracies at 90°, 180° and 270°, if it is evaluated.
+    """
     config = RunConfig.of(data, model).replaced("model", **options or {}).replaced("recipe", **recipe or {})
     content = config.to_json() | {"seed": seed}
     record = {
         "model": model,
         "parameters": parameters,
+        "model_config": {},
         "data": {
             "name": data,
             "digest": digest,
+            "class_names": ["cat", "dog"],
+            "in_channels": 3,
+            "size": 32,
+            "mean": [0.5, 0.5, 0.5],
+            "std": [0.25, 0.25, 0.25],
             "images": {"train": images, "val": 5000, "test": 10_000},
         },
         "config": content,
         "seed": seed,
+        "processes": 1,
+        "epochs": config.recipe.epochs,
+        "train_loss": 0.5,
+        "train_accuracy": 0.8,
+        "val_accuracy": 0.7,
+        "best_val_accuracy": {"epoch": 1, "accuracy": 0.7},
+        "test_loss": 0.5,
         "test_accuracy": accuracy,
         "train_seconds": 3600.0,
         "images_per_second": 250.0,
@@ -51,14 +69,38 @@ def make_run(
     } | changes
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(content))
+    (folder / "data.json").write_text(json.dumps(record["data"]))
     (folder / "record.json").write_text(json.dumps({k: v for k, v in record.items() if v is not None}))
     (folder / "metrics.jsonl").write_text(
         "".join(
-            json.dumps({"epoch": epoch, "train_accuracy": train, "val_accuracy": val}) + "\n"
+            json.dumps(
+                {
+                    "epoch": epoch,
+                    "lr": 0.1,
+                    "train_loss": 1.0,
+                    "train_accuracy": train,
+                    "val_loss": None if val is None else 1.0,
+                    "val_accuracy": val,
+                    "seconds": 36.0,
+                    "images_per_second": 250.0,
+                }
+            )
+            + "\n"
             for epoch, (train, val) in enumerate(curve, 1)
         )
     )
-    if evaluation is not None:
+    if turned is not None:
+        views = {"0°": 0.5, **dict(zip(("90°", "180°", "270°"), turned, strict=True)), "mirrored": 0.5}
+        evaluation = {
+            "data": data,
+            "images": 4,
+            "loss": 0.5,
+            "accuracy": 0.5,
+            "accuracy_under": views,
+            "class_accuracy": {"cat": 0.5, "dog": 0.5},
+            "confusion": [[1, 1], [1, 1]],
+            "equivariance_error": equivariance_error,
+        }
         (folder / "evaluation.json").write_text(json.dumps(evaluation))
     return folder
 

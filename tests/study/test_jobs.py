@@ -132,7 +132,7 @@ def test_stopped_and_continued(
     begun = [tmp_path / trial.folder for trial in plan.trials[:2]]
     saved = {folder: checkpoints.listed(folder / "checkpoints") for folder in begun}
     for trial, folder in zip(plan.trials, begun, strict=False):
-        state = checkpoints.read(saved[folder][-1]).state
+        state = checkpoints.read(saved[folder][-1], Run.open(folder).digest).state
         assert (6 * state["epoch"] + state["step"]) / (6 * EPOCHS) >= came[trial.folder]  # nothing is lost
     (begun[0] / "checkpoints" / "999999-00000000.safetensors").write_bytes(b"damaged")
     with pytest.warns(UserWarning, match="cannot be read .*going back to the one before"):
@@ -248,7 +248,7 @@ def test_signals_to_the_command_and_a_second_one(plan: Plan, tmp_path: Path, cap
         with FileLock(folder / ".lock", timeout=0):
             assert not Run.open(folder).finished
             assert last_saved(folder) > before
-            assert checkpoints.load_last(folder / "checkpoints") is not None
+            assert checkpoints.load_last(folder / "checkpoints", Run.open(folder).digest) is not None
 
 
 def test_the_default_is_a_run_for_each_core(monkeypatch: pytest.MonkeyPatch) -> None:

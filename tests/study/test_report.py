@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from helpers.made_runs import make_plan, make_run
+from helpers.made_runs import MACHINE, make_plan, make_run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -342,9 +342,8 @@ def test_depth_83_has_no_numbers_to_compare_with(tmp_path: Path) -> None:
 
 def test_turned_images_and_equivariance(tmp_path: Path) -> None:
     for seed, turned in enumerate((0.5, 0.6, 0.7)):
-        views = {"0°": 1.0, "90°": turned, "180°": turned + 0.1, "270°": turned - 0.1, "mirrored": 0.0}
-        evaluation = {"accuracy_under": views, "equivariance_error": 10.0**-seed}
-        make_run(tmp_path / str(seed), seed=seed, data="digits", evaluation=evaluation)
+        turns, error = [turned, turned + 0.1, turned - 0.1], 10.0**-seed
+        make_run(tmp_path / str(seed), seed=seed, data="digits", turned=turns, equivariance_error=error)
     [row] = only_group(tmp_path).rows
     check_sample(row.turned, 60, 10, 3)
     assert row.equivariance_error == 1
@@ -436,22 +435,22 @@ def broken_folders(root: Path) -> dict[str, str]:
     make_run(root / "curve", seed=9)
     (root / "curve" / "metrics.jsonl").write_text('{"epoch": 1}\n')
     make_run(root / "zcopy")
-    make_plan(root / "plan", [{"folder": "later/seed-0", "model": "resnet29"}])
+    make_plan(root / "plan", [{"folder": "later/seed-0", "model": "resnet29", "label": "", "group": ""}])
     (root / "badplan").mkdir()
     (root / "badplan" / "plan.json").write_text('{"plan": 3}')
     return {
         "unfinished": "not finished: 2 of 100 epochs",
         "failed": "not finished: 2 of 100 epochs; failed: no space in …/run; stop",
         "cut": "record.json: expected JSON; got something else",
-        "list": "record.json: expected an object; got list",
-        "nan": "test_accuracy: expected a number, 0 to 1; got nan",
-        "above": "test_accuracy: expected a number, 0 to 1; got 1.5",
-        "nothing": "test_accuracy: expected a number, 0 to 1; got None",
-        "options": "model: unknown option 'colour'",
-        "curve": "metrics.jsonl, line 1: train_accuracy: expected a number, 0 to 1; got None",
+        "list": "record.json: expected an object; got []",
+        "nan": "record.json: expected JSON; got something else (NaN is no number)",
+        "above": "record.json: test_accuracy: expected a number, 0 to 1; got 1.5",
+        "nothing": "record.json: expected model, parameters, ",
+        "options": "record.json: model: unknown option 'colour'",
+        "curve": "metrics.jsonl, line 1: expected epoch, lr, train_loss, ",
         "zcopy": "the same options and seed as root/ok; counted once",
         "plan/later/seed-0": "planned, but not begun",
-        "badplan": "plan.json: expected the name of a plan and its trials; got something else",
+        "badplan": "plan.json: expected plan, title, data, reduced, trials; title is missing",
     }
 
 
@@ -562,7 +561,7 @@ def test_hostile_names_are_only_text(tmp_path: Path) -> None:
         )
         trials.append({"folder": f"a{seed}", "model": HOSTILE, "label": HOSTILE, "group": group})
     make_run(root / "<img src=x onerror=alert(1)>", HOSTILE, config=HOSTILE)
-    make_run(root / "bare", HOSTILE, seed=3, data=HOSTILE, machine={"cpu": HOSTILE})
+    make_run(root / "bare", HOSTILE, seed=3, data=HOSTILE, machine={**MACHINE, "cpu": HOSTILE})
     make_plan(root, trials, plan=HOSTILE, title=HOSTILE, data=HOSTILE, reduced=[HOSTILE])
     written = report(root)
     page = Page(written.html)

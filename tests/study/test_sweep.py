@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
+from helpers.made_runs import make_run
 from helpers.tiny_runs import command, environment, run_cli, same_weights, tiny_config, tiny_data
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,7 +28,7 @@ from selfconv.study import board as _board
 from selfconv.study.board import Board, results_table
 from selfconv.study.estimate import side_by_side
 from selfconv.study.plans import OUTLINES
-from selfconv.train import Interrupted, Run, paper_recipe, train
+from selfconv.train import Interrupted, Record, Run, paper_recipe, train
 from selfconv.train.runs import save_model
 
 SMALL = ["--epochs", "1", "--seeds", "1", "--models", "resnet29*asc"]
@@ -226,9 +227,9 @@ def test_a_signal_while_a_run_is_being_finished(
     """The run is finished, since there is nothing to save, and no other begins."""
     plan = tiny_plan(data, 1, epochs=1)
 
-    def saving(run: Run, model: Any, record: dict[str, Any]) -> None:
+    def saving(run: Run, model: Any, record: Record) -> Record:
         os.kill(os.getpid(), signal.SIGTERM)
-        save_model(run, model, record)
+        return save_model(run, model, record)
 
     monkeypatch.setattr("selfconv.train.trainer.save_model", saving)
     with pytest.raises(Interrupted, match="0 of 2 runs are done") as stopped:
@@ -454,14 +455,11 @@ def test_side_by_side_takes_no_longer_than_it_must(seconds: list[float], jobs: i
 def test_the_table_shows_means_and_deviations(data: Path, tmp_path: Path) -> None:
     plan = tiny_plan(data, 2, epochs=1)
     for trial, accuracy in zip(plan.trials, (0.5, 0.9, 0.6, 0.9), strict=True):
-        folder = tmp_path / trial.folder
-        folder.mkdir(parents=True)
-        record = {"parameters": 1234, "test_accuracy": accuracy, "images_per_second": 10, "train_seconds": 3}
-        (folder / "record.json").write_text(json.dumps(record))
-        under = {"90°": accuracy, "180°": accuracy - 0.1, "270°": accuracy - 0.2}
-        (folder / "evaluation.json").write_text(
-            json.dumps({"accuracy_under": under, "equivariance_error": 0.25})
-        )
+        turned = [accuracy, accuracy - 0.1, accuracy - 0.2]
+        make_run(
+            tmp_path / trial.folder, accuracy=accuracy, turned=turned, equivariance_error=0.25,
+            parameters=1234, images_per_second=10,
+        )  # fmt: skip
     (tmp_path / plan.trials[3].folder / "evaluation.json").unlink()
     stream = io.StringIO()
     Console(file=stream, width=120).print(results_table(plan, tmp_path))

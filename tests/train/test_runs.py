@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,19 @@ import torch
 from helpers.tiny_runs import OPTIONS, command, environment, same_weights, tiny_config, tiny_data
 from safetensors.torch import load_file
 
-from selfconv.train import Checkpoint, Interrupted, Run, RunError, checkpoints, train
+from selfconv.train import (
+    Checkpoint,
+    Interrupted,
+    Run,
+    RunConfig,
+    RunError,
+    Trainer,
+    checkpoints,
+    make_accelerator,
+    open_data,
+    runs,
+    train,
+)
 from selfconv.train.checkpoints import random_states, set_random_states
 from selfconv.train.runs import lock_run
 
@@ -81,7 +94,7 @@ def test_sigterm_saves_and_tells_how_to_go_on(data: Path, tmp_path: Path) -> Non
     [line] = errors.splitlines()
     assert line.startswith("selfconv: stopped and saved after epoch ")
     assert line.endswith(f"go on with: selfconv train --out {out} --resume")
-    last = checkpoints.load_last(out / "checkpoints")
+    last = checkpoints.load_last(out / "checkpoints", Run.open(out).digest)
     assert last is not None
     assert f"after epoch {last.state['epoch']}, step {last.state['step']};" in line
 
@@ -159,7 +172,7 @@ def test_another_number_of_threads_is_warned_about(
 
 
 def small(epoch: int, value: float = 1.0) -> Checkpoint:
-    return Checkpoint({"model/w": torch.full((4, 3), value)}, {"epoch": epoch, "step": 0})
+    return Checkpoint({"model/w": torch.full((4, 3), value)}, {"epoch": epoch, "step": 0}, "a run")
 
 
 def test_the_last_two_are_kept(tmp_path: Path) -> None:
@@ -187,7 +200,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path, damag
     }
     path.write_bytes(damaged[damage])
     with pytest.warns(UserWarning, match="000002-00000000.safetensors: .*; going back to the one before"):
-        found = checkpoints.load_last(tmp_path)
+        found = checkpoints.load_last(tmp_path, "a run")
     assert found is not None
     assert found.state["epoch"] == 1
     assert found.tensors("model")["w"].unique().tolist() == [1.0]
@@ -199,7 +212,7 @@ def test_only_damaged_checkpoints_are_an_error(tmp_path: Path) -> None:
         pytest.warns(UserWarning, match="cannot be read"),
         pytest.raises(RunError, match="none of the 1 checkpoints can be read"),
     ):
-        checkpoints.load_last(tmp_path)
+        checkpoints.load_last(tmp_path, "a run")
 
 
 def test_a_run_with_a_damaged_checkpoint_ends_with_the_same_bits(
@@ -234,7 +247,9 @@ def test_nothing_is_pickled(data: Path, tmp_path: Path) -> None:
 def test_random_states_round_trip() -> None:
     random.gauss(0, 1)
     np.random.standard_normal()  # noqa: NPY002
-    states = Checkpoint({f"random/{k}": v for k, v in random_states().items()}, {"epoch": 0, "step": 0})
+    states = Checkpoint(
+        {f"random/{k}": v for k, v in random_states().items()}, {"epoch": 0, "step": 0}, "a run"
+    )
 
     def draw() -> tuple[float, float, float, float, float]:
         return (
@@ -251,6 +266,41 @@ def test_random_states_round_trip() -> None:
 # ---- full disks ----
 
 
+def test_the_state_of_a_gradient_scaler_round_trips(data: Path) -> None:
+    """Whole numbers stay whole: a scaler whose interval is a float fails at its next step."""
+    config = tiny_config(data)
+    saved, loaded = (Trainer(config, open_data(config), make_accelerator(config.engine)) for _ in range(2))
+    for trainer, scale in ((saved, 256.0), (loaded, 2.0)):
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    loaded.restore(saved.checkpoint("a run"))
+    scaler, weight = loaded.accelerator.scaler, torch.ones(1, requires_grad=True)
+    assert scaler.state_dict() == saved.accelerator.scaler.state_dict()
+    scaler.scale(weight.sum()).backward()
+    scaler.step(torch.optim.SGD([weight], 0.5))
+    scaler.update()
+    assert weight.item() == 0.5
+    without = saved.checkpoint("a run")
+    for broken in (None, {}, {**without.state["scaler"], "growth_interval": 0}):
+        state = without.state | {"scaler": broken}
+        with pytest.raises(RunError, match=r"does not fit this run: .*scaler"):
+            loaded.restore(Checkpoint(without.all_tensors, state, "a run"))
+
+
+def test_a_checkpoint_belongs_to_its_run_whatever_options_a_later_version_has(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Later(RunConfig):
+        colour: str = "red"
+
+    train(tiny_config(data, epochs=1), tmp_path / "run", quiet=True)
+    run = Run.open(tmp_path / "run")
+    before = run.digest
+    monkeypatch.setattr(runs, "RunConfig", Later)
+    assert isinstance(run.config, Later)
+    assert run.digest == before
+
+
 def test_a_full_disk_loses_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints.write(tmp_path, small(1, 1.0))
     checkpoints.write(tmp_path, small(2, 2.0))
@@ -263,7 +313,7 @@ def test_a_full_disk_loses_no_checkpoint(tmp_path: Path, monkeypatch: pytest.Mon
         checkpoints.write(tmp_path, small(3, 3.0))
     monkeypatch.undo()
     assert len(list(tmp_path.iterdir())) == 2  # nothing half-written either
-    last = checkpoints.load_last(tmp_path)
+    last = checkpoints.load_last(tmp_path, "a run")
     assert last is not None
     assert last.state["epoch"] == 2
 
@@ -305,6 +355,7 @@ def test_two_processes_cannot_write_one_run(data: Path, tmp_path: Path) -> None:
     config = tiny_config(data)
     program = """
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from selfconv.train.runs import Run, lock_run
 folder = Path(sys.argv[1])
@@ -343,7 +394,7 @@ def test_damaged_files_of_a_run(data: Path, tmp_path: Path) -> None:
     train(tiny_config(data, epochs=1), tmp_path / "run", quiet=True)
     run = Run.open(tmp_path / "run")
     (run.folder / "data.json").write_text('{"name": 3}')
-    with pytest.raises(RunError, match=r"data.json: expected the description of a data set"):
+    with pytest.raises(RunError, match=r"data.json: expected name, digest, .*; digest is missing"):
         _ = run.data
     (run.folder / "data.json").write_text("{")
     with pytest.raises(RunError, match=r"data.json: expected JSON"):

@@ -118,13 +118,15 @@ def test_json_round_trip(recipe: str) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([], "config: expected an object of options"),
+        ([], r"config: expected an object; got \[\]"),
         ({"modle": {}}, "unknown option 'modle'"),
         ({"recipe": {"epochs": "3"}}, "epochs: expected int; got '3'"),
         ({"recipe": {"epochs": True}}, "epochs: expected int; got True"),
         ({"recipe": {"schedule": "linear"}}, "schedule: expected one of step, cosine; got 'linear'"),
         ({"model": {"widths": [1, 2]}}, "widths: expected 3 values"),
         ({"recipe": {"epochs": 0}}, "epochs: expected an integer ≥ 1"),
+        ({"engine": {"checkpoint_minutes": float("inf")}}, "checkpoint_minutes: expected a finite number"),
+        ({"seed": 10**30}, "seed: expected an integer of 64 bits; got one of 100 bits"),
     ],
 )
 def test_unusable_json(content: object, message: str) -> None:

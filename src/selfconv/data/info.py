@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from selfconv.data.dataset import Dataset
-
-MAX_SIZE = 16384  # side of an image
+from selfconv.data.images import MAX_SIZE
 
 
 @dataclass(frozen=True)
@@ -25,19 +24,29 @@ class DataInfo:
 
     def __post_init__(self) -> None:
         """A description may come from anywhere, and what it says is used for the sizes of arrays."""
-        numbers = [*self.mean, *self.std]
-        if not (
-            isinstance(self.name, str)
-            and isinstance(self.digest, str)
-            and all(isinstance(name, str) for name in self.class_names)
-            and self.in_channels in (1, 3)
-            and type(self.size) is int
-            and 1 <= self.size <= MAX_SIZE
-            and len(self.mean) == len(self.std) == self.in_channels
-            and all(type(number) is float and math.isfinite(number) for number in numbers)
-            and min(self.std) > 0
-        ):
-            raise ValueError("not the description of a data set")
+        if len({*self.class_names}) < max(2, len(self.class_names)):
+            raise ValueError(f"class_names: expected two or more, all different; got {self.class_names!r}")
+        if self.in_channels not in (1, 3) or not 1 <= self.size <= MAX_SIZE:
+            raise ValueError(
+                f"expected in_channels 1 or 3 and size 1 to {MAX_SIZE}; got {self.in_channels}, {self.size}"
+            )
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if len(values) != self.in_channels or (name == "std" and min(values) <= 0):
+                raise ValueError(f"{name}: expected {self.in_channels} numbers; got {values!r}")
+        if {*self.images} != {"train", "val", "test"} or min(self.images.values()) < 0:
+            raise ValueError(f"images: expected how many train, val and test; got {self.images!r}")
+
+    def agrees_with(self, other: DataInfo) -> bool:
+        """Whether both describe the same images; means may round differently on another machine."""
+        close = all(
+            math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12)
+            for a, b in zip([*self.mean, *self.std], [*other.mean, *other.std], strict=False)
+        )
+        return (
+            close
+            and self.in_channels == other.in_channels
+            and replace(self, mean=other.mean, std=other.std) == other
+        )
 
     @classmethod
     def of(cls, data: Dataset) -> DataInfo:

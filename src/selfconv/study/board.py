@@ -9,11 +9,12 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from selfconv._files import read_json
+from selfconv._files import read_as
 from selfconv._text import format_duration
 from selfconv.study.plans import Plan, Trial
 from selfconv.study.samples import Sample
-from selfconv.trained import TURNS
+from selfconv.train import Run
+from selfconv.trained import Evaluation
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -36,17 +37,21 @@ class Result:
 
 def read_result(folder: Path) -> Result | None:
     """None if the run has not finished."""
-    if not ((folder / "record.json").is_file() and (folder / "evaluation.json").is_file()):
+    if not finished(folder):
         return None
-    record, evaluation = read_json(folder / "record.json"), read_json(folder / "evaluation.json")
+    record, evaluation = Run(folder).result, read_as(Evaluation, folder / "evaluation.json")
     return Result(
-        parameters=record["parameters"],
-        accuracy=record["test_accuracy"],
-        turned=fmean(evaluation["accuracy_under"][turn] for turn in TURNS),
-        equivariance_error=evaluation["equivariance_error"],
-        images_per_second=record["images_per_second"],
-        seconds=record["train_seconds"],
+        parameters=record.parameters,
+        accuracy=record.test_accuracy,
+        turned=evaluation.turned_accuracy,
+        equivariance_error=evaluation.equivariance_error,
+        images_per_second=record.images_per_second,
+        seconds=record.train_seconds,
     )
+
+
+def finished(folder: Path) -> bool:
+    return (folder / "record.json").exists() and (folder / "evaluation.json").exists()
 
 
 def results_table(plan: Plan, out: Path) -> Table:

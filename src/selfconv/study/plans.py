@@ -6,9 +6,10 @@ A plan is a list of lines, each a network with a label, times seeds. Light to im
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from pathlib import PurePosixPath
 from typing import Any
 
 from selfconv.models import at_depth, model_facts, paper_label
@@ -83,16 +84,44 @@ class Plan:
 
     def to_json(self, data: str) -> dict[str, Any]:
         """What ``plan.json`` holds; ``data`` is the name of the data set."""
-        return {
-            "plan": self.name,
-            "title": self.title,
-            "data": data,
-            "reduced": list(self.reduced),
-            "trials": [
-                {"folder": t.folder, "model": t.config.model.name, "label": t.label, "group": t.group}
-                for t in self.trials
-            ],
-        }
+        trials = [PlannedTrial(t.folder, t.config.model.name, t.label, t.group) for t in self.trials]
+        return asdict(PlanFile(self.name, self.title, data, list(self.reduced), trials))
+
+
+# ---- its files ----
+
+
+@dataclass(frozen=True)
+class PlannedTrial:
+    """A trial in ``plan.json``."""
+
+    folder: str
+    model: str
+    label: str
+    group: str
+
+    def __post_init__(self) -> None:
+        path = PurePosixPath(self.folder)
+        if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in self.folder:
+            raise ValueError(f"folder: expected one in the plan's folder; got {self.folder!r}")
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """What ``plan.json`` holds: what the runs beside it are, for a report."""
+
+    plan: str
+    title: str
+    data: str
+    reduced: list[str]
+    trials: list[PlannedTrial]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What ``failed.json`` holds: why a trial did not finish."""
+
+    error: str
 
 
 # ---- the plans ----

@@ -7,7 +7,6 @@ folders how they go.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ from selfconv._text import one_line
 from selfconv.study.board import Board
 from selfconv.study.plans import Trial
 from selfconv.study.sweep import attempt, outcome_without_word
-from selfconv.train import Interrupted, RunConfig, StopSignals
+from selfconv.train import Interrupted, RunConfig, StopSignals, read_metrics
 
 RETRIES = 5  # of a trial whose worker or node died
 PATIENCE = 120.0  # seconds for a dead node's process to let go of a run, or for runs to save themselves
@@ -122,17 +121,17 @@ class _Followed:
             return
         epochs = self._trial.config.recipe.epochs
         try:
-            lines = self._path.read_text("utf-8").splitlines()
-            last = json.loads(lines[-1]) if lines else None
+            done = read_metrics(self._path)
         except (OSError, ValueError):  # as it is being written
             return
         text = f"epoch 1/{epochs}"
-        if last is not None:
+        if done:
+            last = done[-1]
             text = (
-                f"epoch {min(last['epoch'] + 1, epochs)}/{epochs}  loss {last['train_loss']:.3f}  "
-                f"accuracy {last['train_accuracy']:.1%}  {last['images_per_second']:.0f} images/s"
+                f"epoch {min(last.epoch + 1, epochs)}/{epochs}  loss {last.train_loss:.3f}  "
+                f"accuracy {last.train_accuracy:.1%}  {last.images_per_second:.0f} images/s"
             )
-        board.step(self._trial, len(lines) / epochs, text)
+        board.step(self._trial, len(done) / epochs, text)
 
 
 @contextmanager

@@ -12,17 +12,18 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from signal import SIGINT
 from typing import TYPE_CHECKING, Any, Protocol
 
 from selfconv._extras import require
-from selfconv._files import read_json, write_json
+from selfconv._files import read_as, write_json
 from selfconv._text import format_duration, one_line
 from selfconv.data import DataInfo
-from selfconv.study.board import Board, results_table
-from selfconv.study.plans import Plan, Trial
+from selfconv.study.board import Board, finished, read_result, results_table
+from selfconv.study.plans import Failure, Plan, PlanFile, Trial
 from selfconv.train import (
     Interrupted,
     Run,
@@ -185,7 +186,7 @@ def open_or_imitate(config: RunConfig) -> tuple[Dataset, list[str]]:
 
 
 def check(plan: Plan, out: Path, data: Dataset) -> None:
-    """Raises ValueError if a network cannot take the images, or the folder holds something else."""
+    """Raises ValueError if a network cannot take the images, or the folder holds other or damaged things."""
     from selfconv.train import build_model
 
     info = DataInfo.of(data)
@@ -194,8 +195,8 @@ def check(plan: Plan, out: Path, data: Dataset) -> None:
             build_model(trials[0].config, info)
     if out.exists() and not out.is_dir():
         raise RunError(f"{out}: expected a folder to write to; got a file")
-    if (out / PLAN).is_file():
-        other = read_json(out / PLAN).get("plan")
+    if (out / PLAN).exists():
+        other = read_as(PlanFile, out / PLAN).plan
         if other != plan.name:
             raise RunError(f"{out}: holds the plan {other!r}; give another --out")
     for trial in plan.trials:
@@ -206,15 +207,12 @@ def check(plan: Plan, out: Path, data: Dataset) -> None:
             raise RunError(
                 f"{run.folder}: was run with other options: {changed[0]}; give them again, or another --out"
             )
-        if info.digest and (run.folder / "data.json").is_file() and run.data.digest != info.digest:
+        if info.digest and (run.folder / "data.json").exists() and run.data.digest != info.digest:
             raise RunError(f"{run.folder}: the data set {info.name} has changed since; give another --out")
+        read_result(run.folder)
 
 
 # ---- one trial ----
-
-
-def finished(folder: Path) -> bool:
-    return (folder / "record.json").is_file() and (folder / "evaluation.json").is_file()
 
 
 def attempt(
@@ -254,7 +252,7 @@ def outcome_without_word(folder: Path, reason: str) -> str | None:
 
 def _failed(folder: Path, reason: str) -> str:
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / FAILED, {"error": reason})
+    write_json(folder / FAILED, asdict(Failure(reason)))
     return reason
 
 
@@ -266,7 +264,7 @@ def run_trial(config: RunConfig, folder: Path, watch: Watch | None, stop: StopSi
     (folder / FAILED).unlink(missing_ok=True)
     with _without_size_warnings():
         record = train(config, folder, resume=True, quiet=True, watch=watch, stop=stop)
-        if not (folder / "evaluation.json").is_file():
+        if not (folder / "evaluation.json").exists():
             with stop.at_once():
                 evaluate(open_trained(folder), picture=False)
     return record

@@ -27,7 +27,8 @@ from selfconv.train.errors import (
 if TYPE_CHECKING:
     from selfconv.train.checkpoints import Checkpoint, load_last
     from selfconv.train.progress import Progress, Watch
-    from selfconv.train.runs import Run, open_data
+    from selfconv.train.record import EpochMetrics, Machine, Record
+    from selfconv.train.runs import Run, open_data, read_metrics
     from selfconv.train.setup import build_model, make_accelerator
     from selfconv.train.signals import StopSignals
     from selfconv.train.trainer import MetricTotals, Trainer, train
@@ -36,7 +37,8 @@ else:
         __name__,
         checkpoints=["Checkpoint", "load_last"],
         progress=["Progress", "Watch"],
-        runs=["Run", "open_data"],
+        record=["EpochMetrics", "Machine", "Record"],
+        runs=["Run", "open_data", "read_metrics"],
         signals=["StopSignals"],
         setup=["build_model", "make_accelerator"],
         trainer=["MetricTotals", "Trainer", "train"],
@@ -48,12 +50,15 @@ __all__ = [
     "DataOptions",
     "Diverged",
     "Engine",
+    "EpochMetrics",
     "Interrupted",
+    "Machine",
     "MetricTotals",
     "ModelOptions",
     "OutOfMemory",
     "Progress",
     "Recipe",
+    "Record",
     "Run",
     "RunBusy",
     "RunConfig",
@@ -70,5 +75,6 @@ __all__ = [
     "make_accelerator",
     "open_data",
     "paper_recipe",
+    "read_metrics",
     "train",
 ]

@@ -1,7 +1,8 @@
 """Checkpoints: one safetensors file each, whose header holds the rest as JSON. Nothing is pickled.
 
 A file appears under its name only when all of it is on the disk, and older ones go only after that, so that
-at any moment the last or the one before can be read. A digest tells of a damaged file.
+at any moment the last or the one before can be read. A digest tells of a damaged file, and another, of the
+run's options and data, of a checkpoint that belongs to another run.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from selfconv._files import write_atomically
+from selfconv._files import check_file, parse_json, write_atomically
+from selfconv._memory import machine_memory
 from selfconv.train.errors import RunError
 
 KEPT = 2
@@ -35,6 +37,7 @@ class Checkpoint:
 
     all_tensors: dict[str, Tensor]
     state: dict[str, Any]
+    run: str  # digest of the run it belongs to
 
     def tensors(self, part: str) -> dict[str, Tensor]:
         """Those of a part, without its name."""
@@ -44,11 +47,12 @@ class Checkpoint:
     def to_bytes(self) -> bytes:
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.all_tensors.items()}
         state = json.dumps(self.state)
-        return save(tensors, {"state": state, "sha256": _digest(tensors, state)})
+        header = {"state": state, "run": self.run}
+        return save(tensors, header | {"sha256": _digest(tensors, header)})
 
 
-def _digest(tensors: Mapping[str, Tensor], state: str) -> str:
-    digest = hashlib.sha256(state.encode())
+def _digest(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> str:
+    digest = hashlib.sha256(f"{header['run']}{header['state']}".encode())
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(f"{name}{tensor.dtype}{list(tensor.shape)}".encode())
@@ -58,7 +62,7 @@ def _digest(tensors: Mapping[str, Tensor], state: str) -> str:
 
 def write(folder: Path, checkpoint: Checkpoint) -> Path:
     """Saves a checkpoint, then removes all but the last two."""
-    path = folder / f"{checkpoint.state['epoch']:06d}-{checkpoint.state['step']:08d}.safetensors"
+    path = folder / _name(checkpoint.state)
     try:
         write_atomically(path, checkpoint.to_bytes())
     except OSError as error:
@@ -75,26 +79,58 @@ def listed(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("*.safetensors") if _NAME.fullmatch(path.name))
 
 
-def read(path: Path) -> Checkpoint:
-    """Raises RunError if the file is damaged."""
+def _name(state: Mapping[str, Any]) -> str:
+    return f"{state['epoch']:06d}-{state['step']:08d}.safetensors"
+
+
+class DamagedError(RunError):
+    """A checkpoint of which not all is as it was written; the one before may serve."""
+
+
+def read(path: Path, run: str) -> Checkpoint:
+    """The checkpoint of a run, which is given by its digest.
+
+    Raises:
+        DamagedError: the file is damaged.
+        RunError: it belongs to another run, or is not a checkpoint.
+    """
     try:
+        check_file(path, machine_memory() / 2)
         with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
+            header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError) as error:
-        raise RunError(f"{path}: cannot be read ({error})") from None
-    if "state" not in metadata or _digest(tensors, metadata["state"]) != metadata.get("sha256"):
-        raise RunError(f"{path}: is damaged (its digest does not fit)")
-    return Checkpoint(tensors, json.loads(metadata["state"]))
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise DamagedError(f"{path}: cannot be read ({error})") from None
+    if "state" not in header or "sha256" not in header:
+        raise DamagedError(f"{path}: is damaged (its header is not that of a checkpoint)")
+    if "run" not in header:
+        raise RunError(
+            f"{path}: does not say which run it belongs to (an older version wrote it); begin anew"
+        )
+    if _digest(tensors, header) != header["sha256"]:
+        raise DamagedError(f"{path}: is damaged (its digest does not fit)")
+    if header["run"] != run:
+        raise RunError(
+            f"{path}: belongs to another run: it was saved with other options or data than "
+            "config.json and data.json say"
+        )
+    try:
+        state = parse_json(header["state"])
+        named = _name(state)
+    except (ValueError, TypeError, KeyError) as error:
+        raise RunError(f"{path}: expected the state of a run ({error})") from None
+    if named != path.name:
+        raise RunError(f"{path}: holds the state that belongs into {named}")
+    return Checkpoint(tensors, state, run)
 
 
-def load_last(folder: Path) -> Checkpoint | None:
+def load_last(folder: Path, run: str) -> Checkpoint | None:
     """The last checkpoint that can be read, with a warning for each that cannot; None if there are none."""
     paths = listed(folder)
     for path in reversed(paths):
         try:
-            return read(path)
-        except RunError as error:
+            return read(path, run)
+        except DamagedError as error:
             warnings.warn(f"{error}; going back to the one before", stacklevel=2)
     if paths:
         raise RunError(f"{folder}: none of the {len(paths)} checkpoints can be read")
@@ -122,12 +158,47 @@ def random_states() -> dict[str, Tensor]:
     return states
 
 
+def expected_random_states(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of the shapes and dtypes that states must have; a GPU, and half a pair of normal numbers, may
+    have been there or not."""
+    states = random_states()
+    pending = "python_gauss" in found and found["python_gauss"].numel() > 0
+    states["python_gauss"] = torch.zeros(int(pending), dtype=torch.float64)
+    if "cuda" not in found:
+        states.pop("cuda", None)
+    elif "cuda" not in states:  # not used here
+        states["cuda"] = found["cuda"]
+    return states
+
+
+def check_random_states(states: Mapping[str, Tensor]) -> None:
+    """Raises ValueError unless all of them, of the right shapes and dtypes already, can be set."""
+    try:
+        for name in ("python_gauss", "numpy_gauss"):
+            if not states[name].isfinite().all():
+                raise ValueError(f"{name} is no number")
+        torch.Generator().set_state(states["torch"])
+        random.Random().setstate(_python_state(states))
+        np.random.RandomState().set_state(_numpy_state(states))
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"random states: expected those of generators ({error})") from None
+
+
+def _python_state(states: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    gauss = states["python_gauss"].tolist()
+    return 3, tuple(states["python"].tolist()), gauss[0] if gauss else None
+
+
+def _numpy_state(states: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    *keys, position, has_gauss = states["numpy"].tolist()
+    if not 0 <= position <= len(keys):  # which NumPy itself would not notice
+        raise ValueError(f"expected a position of 0 to {len(keys)}; got {position}")
+    return "MT19937", np.array(keys, np.uint32), position, has_gauss, states["numpy_gauss"].item()
+
+
 def set_random_states(states: Mapping[str, Tensor]) -> None:
     torch.set_rng_state(states["torch"])
-    gauss = states["python_gauss"].tolist()
-    random.setstate((3, tuple(states["python"].tolist()), gauss[0] if gauss else None))
-    *keys, position, has_gauss = states["numpy"].tolist()
-    cached = states["numpy_gauss"].item()
-    np.random.set_state(("MT19937", np.array(keys, np.uint32), position, has_gauss, cached))  # noqa: NPY002
+    random.setstate(_python_state(states))
+    np.random.set_state(_numpy_state(states))  # noqa: NPY002
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])

@@ -6,15 +6,14 @@ Light to import (no torch), since the command's help is made of it.
 from __future__ import annotations
 
 import json
-import types
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
 
-from selfconv._files import read_json
+from selfconv._files import parse, parse_json, read_as
 from selfconv.models import model_facts
 
 
@@ -169,7 +168,7 @@ class Engine:
     def __post_init__(self) -> None:
         if self.accumulate < 1:
             raise ValueError(f"accumulate: expected an integer ≥ 1; got {self.accumulate}")
-        if not self.checkpoint_minutes >= 0:
+        if not 0 <= self.checkpoint_minutes < float("inf"):
             raise ValueError(f"checkpoint_minutes: expected a number ≥ 0; got {self.checkpoint_minutes}")
 
 
@@ -203,22 +202,17 @@ class RunConfig:
         return replace(self, **{part: replace(getattr(self, part), **changes)})
 
     def to_json(self) -> dict[str, Any]:
-        return json.loads(json.dumps(asdict(self)))
+        return parse_json(json.dumps(asdict(self)))
 
     @classmethod
     def from_json(cls, content: object) -> RunConfig:
         """The inverse of ``to_json``; options that are left out get their defaults."""
-        return _parse(cls, content, "config")
+        return parse(cls, content, "config")
 
     @classmethod
     def load(cls, path: Path) -> RunConfig:
         """From a file, or a run's folder."""
-        file = path / "config.json" if path.is_dir() else path
-        content = read_json(file)
-        try:
-            return cls.from_json(content)
-        except ValueError as error:
-            raise ValueError(f"{file}: {error}") from None
+        return read_as(cls, path / "config.json" if path.is_dir() else path)
 
 
 def differences(a: RunConfig, b: RunConfig) -> list[str]:
@@ -232,40 +226,3 @@ def differences(a: RunConfig, b: RunConfig) -> list[str]:
 
     left, right = flat(a.to_json()), flat(b.to_json())
     return [f"{key}: {left[key]}, not {right[key]}" for key in left if left[key] != right[key]]
-
-
-def _parse(kind: Any, value: Any, name: str) -> Any:
-    """A JSON value as one of the types that the dataclasses here use."""
-    if is_dataclass(kind):
-        if not isinstance(value, dict):
-            raise ValueError(f"{name}: expected an object of options; got {value!r}")
-        hints, known = get_type_hints(kind), {f.name for f in fields(kind)}
-        unknown = [key for key in value if key not in known]
-        if unknown:
-            raise ValueError(
-                f"{name}: unknown option {unknown[0]!r}; expected some of {', '.join(sorted(known))}"
-            )
-        return kind(**{key: _parse(hints[key], part, key) for key, part in value.items()})  # type: ignore[operator]
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
-        if value is None:
-            return None
-        return _parse(next(a for a in arguments if a is not type(None)), value, name)
-    if origin is Literal:
-        if value in arguments:
-            return value
-        raise ValueError(f"{name}: expected one of {', '.join(map(str, arguments))}; got {value!r}")
-    if origin is tuple:
-        if isinstance(value, list) and arguments[-1] is Ellipsis:
-            return tuple(_parse(arguments[0], part, name) for part in value)
-        if isinstance(value, list) and len(value) == len(arguments):
-            return tuple(_parse(a, part, name) for a, part in zip(arguments, value, strict=True))
-        raise ValueError(f"{name}: expected {len(arguments)} values; got {value!r}")
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is float and number:
-        return float(value)
-    if (kind is int and number and isinstance(value, int)) or (
-        kind in (str, bool) and isinstance(value, kind)
-    ):
-        return value
-    raise ValueError(f"{name}: expected {kind.__name__}; got {value!r}")

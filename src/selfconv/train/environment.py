@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from selfconv._version import __version__
+from selfconv.train.record import Machine
 
 PACKAGES = ("torch", "numpy", "numba", "triton", "accelerate", "safetensors")
 
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions, commit and machine."""
-    return {"versions": versions(), "commit": commit(), "machine": machine(device)}
+    return {"versions": versions(), "commit": commit(), "machine": Machine(**machine(device))}
 
 
 def versions() -> dict[str, str]:

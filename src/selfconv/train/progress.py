@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from selfconv._files import write_atomically
 from selfconv._text import escape_for_terminal, format_duration
+from selfconv.train.record import EpochMetrics
 
-Metrics = Mapping[str, Any]
 Watch = Callable[[float, str], None]  # the share of a run that is done, and a line on how it goes
 
 
@@ -50,43 +50,43 @@ class Progress:
         if self._watch is not None:
             self._watch(done / self._total, text)
 
-    def epoch(self, metrics: Metrics, epochs: int) -> None:
+    def epoch(self, metrics: EpochMetrics, epochs: int) -> None:
         validation = ""
-        if metrics["val_accuracy"] is not None:
-            validation = f", validation {metrics['val_loss']:.3f} {metrics['val_accuracy']:6.2%}"
+        if metrics.val_accuracy is not None:
+            validation = f", validation {metrics.val_loss:.3f} {metrics.val_accuracy:6.2%}"
         left = (
-            f", {format_duration(metrics['seconds'] * (epochs - metrics['epoch']))} left"
+            f", {format_duration(metrics.seconds * (epochs - metrics.epoch))} left"
             if self._bar is None
             else ""
         )
         self.say(
-            f"epoch {metrics['epoch']:3d}/{epochs}: loss {metrics['train_loss']:.3f}, "
-            f"accuracy {metrics['train_accuracy']:6.2%}{validation}, "
-            f"{metrics['images_per_second']:.0f} images/s{left}"
+            f"epoch {metrics.epoch:3d}/{epochs}: loss {metrics.train_loss:.3f}, "
+            f"accuracy {metrics.train_accuracy:6.2%}{validation}, "
+            f"{metrics.images_per_second:.0f} images/s{left}"
         )
 
 
 class Journal:
     """``metrics.jsonl`` and TensorBoard's events. Resumed, it forgets what came after the checkpoint."""
 
-    def __init__(self, folder: Path, history: Sequence[Metrics]) -> None:
+    def __init__(self, folder: Path, history: Sequence[EpochMetrics]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._path = folder / "metrics.jsonl"
         write_atomically(self._path, b"".join(_line(metrics) for metrics in history))
         self._board = SummaryWriter(str(folder), purge_step=len(history) + 1)
 
-    def epoch(self, metrics: Metrics) -> None:
+    def epoch(self, metrics: EpochMetrics) -> None:
         with open(self._path, "ab") as file:
             file.write(_line(metrics))
-        for name, value in metrics.items():
+        for name, value in asdict(metrics).items():
             if name != "epoch" and value is not None:
-                self._board.add_scalar(name, value, metrics["epoch"])
+                self._board.add_scalar(name, value, metrics.epoch)
         self._board.flush()
 
     def close(self) -> None:
         self._board.close()
 
 
-def _line(metrics: Metrics) -> bytes:
-    return (json.dumps(dict(metrics)) + "\n").encode()
+def _line(metrics: EpochMetrics) -> bytes:
+    return (json.dumps(asdict(metrics)) + "\n").encode()

@@ -11,29 +11,34 @@ record.json           the result, with everything needed to judge and repeat it
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from filelock import FileLock, Timeout
 
-from selfconv._files import read_json, sync_folder, write_json
+from selfconv._files import file_sha256, read_as, read_json, read_lines_as, sync_folder, write_json
 from selfconv.data import DataInfo, load_data
 from selfconv.train import checkpoints
 from selfconv.train.checkpoints import Checkpoint
 from selfconv.train.config import RunConfig, differences
 from selfconv.train.distributed import broadcast_object
 from selfconv.train.errors import RunBusy, RunError
+from selfconv.train.record import EpochMetrics, Record
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from selfconv.data import Dataset
     from selfconv.models import ResNet
+
+Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        return (self.folder / "record.json").is_file()
+        return (self.folder / "record.json").exists()
 
     @property
     def checkpoints(self) -> Path:
@@ -68,27 +73,61 @@ class Run:
 
     @property
     def config(self) -> RunConfig:
-        return RunConfig.load(self.folder)
-
-    @property
-    def record(self) -> dict[str, Any]:
-        return _read(self.folder / "record.json")
+        return _read(RunConfig, self.folder / "config.json")
 
     @property
     def data(self) -> DataInfo:
-        path = self.folder / "data.json"
-        content = _read(path)
-        try:
-            return DataInfo(**content)
-        except (TypeError, ValueError):
-            raise RunError(f"{path}: expected the description of a data set; got something else") from None
+        return _read(DataInfo, self.folder / "data.json")
+
+    @property
+    def digest(self) -> str:
+        """Of what decides how a run ends, its options and its data: what a checkpoint belongs to.
+
+        As they are in the files, which are written once: a later version may know more options.
+        """
+        content = [read_json(self.folder / name) for name in ("config.json", "data.json")]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def result(self) -> Record:
+        """Of a run that has finished; its files must agree on what was run."""
+        record = _read(Record, self.folder / "record.json")
+        for name, other in (("config", self.config), ("data", self.data)):
+            if getattr(record, name) != other:
+                raise RunError(
+                    f"{self.folder}: expected record.json and {name}.json of one run; they disagree"
+                )
+        return record
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The result as ``record.json`` holds it."""
+        return self.result.to_json()
+
+    @property
+    def metrics(self) -> list[EpochMetrics]:
+        """How each epoch went that has ended."""
+        path = self.folder / "metrics.jsonl"
+        return read_metrics(path) if path.exists() else []
 
 
-def _read(path: Path) -> Any:
+def _read(kind: type[Kind], path: Path) -> Kind:
     try:
-        return read_json(path)
+        return read_as(kind, path)
     except ValueError as error:
         raise RunError(str(error)) from None
+
+
+def read_metrics(path: Path) -> list[EpochMetrics]:
+    """The lines of a ``metrics.jsonl``."""
+    try:
+        found = read_lines_as(EpochMetrics, path)
+    except ValueError as error:
+        raise RunError(str(error)) from None
+    for number, metrics in enumerate(found, 1):
+        if metrics.epoch != number:
+            raise RunError(f"{path}, line {number}: expected epoch {number}; got {metrics.epoch}")
+    return found
 
 
 def open_data(config: RunConfig, *, download: bool = True) -> Dataset:
@@ -144,9 +183,14 @@ def lock_run(folder: Path, config: RunConfig, *, resume: bool) -> Iterator[Run]:
 def note_data(run: Run, data: Dataset) -> DataInfo:
     """Notes what a run is trained on; if that was noted before, it must be the same."""
     info = DataInfo.of(data)
-    if (run.folder / "data.json").is_file():
-        if run.data.digest != info.digest:
+    if (run.folder / "data.json").exists():
+        noted = run.data
+        if noted.digest != info.digest:
             raise RunError(f"{run.folder}: the data set {info.name} has changed since this run began")
+        if not noted.agrees_with(info):
+            raise RunError(
+                f"{run.folder / 'data.json'}: expected the description of {info.name}; got another"
+            )
     else:
         write_json(run.folder / "data.json", asdict(info))
     return info
@@ -171,7 +215,7 @@ def open_or_resume(
                 if run.finished:
                     record = run.record
                 else:
-                    checkpoint = checkpoints.load_last(run.checkpoints)
+                    checkpoint = checkpoints.load_last(run.checkpoints, run.digest)
             except (ValueError, OSError) as problem:
                 error = problem
         error, record, checkpoint = broadcast_object((error, record, checkpoint))
@@ -180,13 +224,18 @@ def open_or_resume(
         yield run, record, checkpoint
 
 
-def save_model(run: Run, model: ResNet, record: dict[str, Any]) -> None:
-    """Puts the final model in place as a whole, with its record, so that the folder stands on its own."""
+def save_model(run: Run, model: ResNet, record: Record) -> Record:
+    """Puts the final model in place as a whole, with its record, so that the folder stands on its own.
+
+    Returns:
+        The record with the digest of the weights.
+    """
     partial, place = run.folder / ".model.partial", run.folder / "model"
     shutil.rmtree(partial, ignore_errors=True)
     try:
         model.save_pretrained(partial)
-        write_json(partial / "record.json", record)
+        record = replace(record, weights_sha256=file_sha256(partial / "model.safetensors"))
+        write_json(partial / "record.json", record.to_json())
         for path in partial.iterdir():
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
@@ -196,3 +245,4 @@ def save_model(run: Run, model: ResNet, record: dict[str, Any]) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     sync_folder(run.folder)
+    return record

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from selfconv._extras import require
+from selfconv._memory import machine_memory
 from selfconv.data import Augment, DataInfo
 from selfconv.models import ResNet, create_model
 from selfconv.train.config import Engine, Recipe, RunConfig
@@ -38,14 +38,23 @@ def make_accelerator(engine: Engine) -> Accelerator:
 
 def build_model(config: RunConfig, info: DataInfo) -> ResNet:
     """The network of a run, from the current random state; raises ValueError if it cannot take the images."""
-    model = create_model(
-        config.model.name, len(info.class_names), info.in_channels, **config.model.overrides()
-    )
-    shapeless = copy.deepcopy(model).to("meta").eval()
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):  # takes no memory, whatever is asked for
+        shapeless = _create(config, info).eval()
+    needed, memory = sum(p.numel() * p.element_size() for p in shapeless.parameters()), machine_memory()
+    if needed > memory / 2:
+        raise ValueError(
+            f"{config.model.name}: weights of {needed / 1e9:.1f} GB; this machine has {memory / 1e9:.1f} GB"
+        )
     with torch.no_grad():
         for size in {info.size, *(config.recipe.sizes or ())}:
             shapeless(torch.empty(1, info.in_channels, size, size, device="meta"))
-    return model
+    return _create(config, info)
+
+
+def _create(config: RunConfig, info: DataInfo) -> ResNet:
+    return create_model(
+        config.model.name, len(info.class_names), info.in_channels, **config.model.overrides()
+    )
 
 
 def make_optimizer(network: nn.Module, recipe: Recipe) -> torch.optim.SGD:

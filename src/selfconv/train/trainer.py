@@ -9,28 +9,29 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from selfconv._files import write_json
+from selfconv._files import parse, write_json
 from selfconv._memory import keep_memory
 from selfconv._text import escape_for_terminal, format_duration
 from selfconv.data import Batches, DataInfo, Dataset
-from selfconv.models import ResNet, count_parameters
+from selfconv.models import ResNet, count_parameters, mismatches
 from selfconv.train import checkpoints
 from selfconv.train.checkpoints import Checkpoint
 from selfconv.train.config import RunConfig
 from selfconv.train.distributed import broadcast_object, sync_batch_norm
 from selfconv.train.environment import environment
-from selfconv.train.errors import Diverged, Interrupted, OutOfMemory, RunStopped, is_out_of_memory
+from selfconv.train.errors import Diverged, Interrupted, OutOfMemory, RunError, RunStopped, is_out_of_memory
 from selfconv.train.progress import Journal, Progress, Watch
+from selfconv.train.record import BestEpoch, EpochMetrics, Record
 from selfconv.train.runs import Run, open_data, open_or_resume, save_model
 from selfconv.train.setup import augmentation, build_model, learning_rate, make_accelerator, make_optimizer
 from selfconv.train.signals import StopSignals
@@ -77,7 +78,10 @@ def train(
                 print(f"{folder}: has finished already, with test accuracy {accuracy:.2%}")
             return record
         if checkpoint is not None:
-            trainer.restore(checkpoint)
+            try:
+                trainer.restore(checkpoint)
+            except RunError as error:
+                raise error if accelerator.is_main_process else SystemExit(2) from None
         noted = StopSignals() if stop is None else nullcontext(stop)
         with noted as stop, Progress(total, visible=visible, watch=watch) as progress:
             progress.say(f"{config.model.name}, {count_parameters(trainer.network):,} parameters; {data}")
@@ -123,7 +127,47 @@ class State:
     step: int = 0  # complete ones of the next epoch
     sums: MetricTotals = field(default_factory=MetricTotals)  # of those steps
     seconds: float = 0.0  # of those steps
-    history: list[dict[str, Any]] = field(default_factory=list)
+    history: list[EpochMetrics] = field(default_factory=list)
+
+    def check(self, epochs: int, steps: int, batch_size: int) -> None:
+        """Raises ValueError unless a run of so many epochs and steps can have come so far."""
+        most = steps if self.epoch < epochs else 0
+        if not (0 <= self.epoch <= epochs and 0 <= self.step <= most):
+            raise ValueError(
+                f"expected up to {epochs} epochs of {steps} steps; got epoch {self.epoch}, step {self.step}"
+            )
+        if [metrics.epoch for metrics in self.history] != [*range(1, self.epoch + 1)]:
+            raise ValueError(f"history: expected epochs 1 to {self.epoch}; got {len(self.history)} others")
+        sums, images = self.sums, self.step * batch_size
+        if sums.images != images or not 0 <= sums.correct <= images or (self.seconds > 0) != (self.step > 0):
+            raise ValueError(f"sums: expected those of {images} images; got {sums} in {self.seconds} s")
+
+
+@dataclass(kw_only=True)
+class SavedState(State):
+    """What a checkpoint holds beside tensors."""
+
+    scaler: ScalerState | None  # of mixed precision
+    threads: int
+
+
+@dataclass(frozen=True)
+class ScalerState:
+    """That of torch's GradScaler."""
+
+    scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    _growth_tracker: int
+
+    def __post_init__(self) -> None:
+        if not (
+            self.scale > 0
+            and 0 < self.backoff_factor < 1 < self.growth_factor
+            and 0 <= self._growth_tracker < self.growth_interval
+        ):
+            raise ValueError(f"scaler: expected the state of a gradient scaler; got {self}")
 
 
 class Trainer:
@@ -258,26 +302,26 @@ class Trainer:
             f"{state.sums.images / state.seconds:.0f} images/s"
         )
 
-    def _epoch_metrics(self, run: Run) -> dict[str, Any]:
+    def _epoch_metrics(self, run: Run) -> EpochMetrics:
         """What ``metrics.jsonl`` says about the epoch whose steps are done."""
         state = self.state
         val = self.evaluate(self.val) if len(self.val.split) else None
         _check_finite(val.loss if val is not None else 0.0, state, run)
         loss, accuracy = state.sums.means
-        return {
-            "epoch": state.epoch + 1,
-            "lr": self.optimizer.param_groups[0]["lr"],
-            "train_loss": loss,
-            "train_accuracy": accuracy,
-            "val_loss": val.means[0] if val is not None else None,
-            "val_accuracy": val.means[1] if val is not None else None,
-            "seconds": state.seconds,
-            "images_per_second": state.sums.images / state.seconds,
-        }
+        return EpochMetrics(
+            epoch=state.epoch + 1,
+            lr=self.optimizer.param_groups[0]["lr"],
+            train_loss=loss,
+            train_accuracy=accuracy,
+            val_loss=val.means[0] if val is not None else None,
+            val_accuracy=val.means[1] if val is not None else None,
+            seconds=state.seconds,
+            images_per_second=state.sums.images / state.seconds,
+        )
 
     def _save(self, run: Run) -> None:
         if self.accelerator.is_main_process:
-            checkpoints.write(run.checkpoints, self.checkpoint())
+            checkpoints.write(run.checkpoints, self.checkpoint(run.digest))
 
     # ---- evaluation ----
 
@@ -319,48 +363,79 @@ class Trainer:
 
     # ---- saving ----
 
-    def checkpoint(self) -> Checkpoint:
-        optimizer = self.optimizer.state_dict()
-        scaler = self.accelerator.scaler
+    def checkpoint(self, run: str) -> Checkpoint:
+        """All that a run needs to go on; ``run`` is its digest."""
         parts = {
             "model": self._weights(),
             "ema": self.mean_weights,
             "optimizer": {
-                str(index): entry["momentum_buffer"]
-                for index, entry in optimizer["state"].items()
-                if entry.get("momentum_buffer") is not None
+                str(index): buffer
+                for index, parameter in enumerate(self._parameters())
+                if (buffer := self.optimizer.state.get(parameter, {}).get("momentum_buffer")) is not None
             },
             "random": checkpoints.random_states(),
         }
-        tensors = {f"{part}/{name}": t for part, values in parts.items() for name, t in values.items()}
+        scaler = self.accelerator.scaler
         rest = {
             "scaler": scaler.state_dict() if scaler is not None else None,
             "threads": torch.get_num_threads(),
         }
-        return Checkpoint(tensors, asdict(self.state) | rest)
+        return Checkpoint(_named(parts), asdict(self.state) | rest, run)
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        state = dict(checkpoint.state)
-        scaler, threads = state.pop("scaler"), state.pop("threads")
-        if threads != torch.get_num_threads():
+        """Goes on from a checkpoint; raises RunError, with nothing changed, if it does not fit."""
+        try:
+            saved = self._fitting(checkpoint)
+        except ValueError as error:
+            raise RunError(f"the checkpoint does not fit this run: {error}") from None
+        if saved.threads != torch.get_num_threads():
             warnings.warn(
-                f"this run began with {threads} threads and goes on with {torch.get_num_threads()}: it will "
-                "not end with the same bits, since sums are rounded in another order",
+                f"this run began with {saved.threads} threads and goes on with {torch.get_num_threads()}: it "
+                "will not end with the same bits, since sums are rounded in another order",
                 stacklevel=2,
             )
-        self.state = State(**state | {"sums": MetricTotals(**state["sums"])})
+        self.state = State(saved.epoch, saved.step, saved.sums, saved.seconds, saved.history)
         self.network.load_state_dict(checkpoint.tensors("model"))
         for name, value in checkpoint.tensors("ema").items():
             self.mean_weights[name].copy_(value)
         buffers = checkpoint.tensors("optimizer")
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        for index, parameter in enumerate(parameters):
+        for index, parameter in enumerate(self._parameters()):
             if str(index) in buffers:  # in the weight's memory format, so that sums round as they did
                 buffer = torch.empty_like(parameter).copy_(buffers[str(index)])
                 self.optimizer.state[parameter]["momentum_buffer"] = buffer
-        if scaler is not None and self.accelerator.scaler is not None:
-            self.accelerator.scaler.load_state_dict(scaler)
+        if saved.scaler is not None and self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(asdict(saved.scaler))
         checkpoints.set_random_states(checkpoint.tensors("random"))
+
+    def _fitting(self, checkpoint: Checkpoint) -> SavedState:
+        """The state in a checkpoint, once it and every tensor are such as this trainer would save."""
+        saved = parse(SavedState, checkpoint.state, "state")
+        saved.check(self.recipe.epochs, len(self.batches), self.batches.batch_size)
+        scaler = self.accelerator.scaler
+        if (saved.scaler is None) != (scaler is None):
+            raise ValueError(f"scaler: expected that of this precision; got {saved.scaler}")
+        random = checkpoint.tensors("random")
+        buffers = {str(index): parameter for index, parameter in enumerate(self._parameters())}
+        begun = (saved.epoch, saved.step) != (0, 0)
+        if not begun or (scaler is not None and not checkpoint.tensors("optimizer")):
+            buffers = {}  # before the first step, or all steps were skipped for their overflow
+        expected: dict[str, Mapping[str, Tensor]] = {
+            "model": self._weights(),
+            "ema": self.mean_weights,
+            "optimizer": buffers,
+            "random": checkpoints.expected_random_states(random),
+        }
+        if problems := mismatches(_named(expected), checkpoint.all_tensors):
+            raise ValueError(problems)
+        checkpoints.check_random_states(random)
+        return saved
+
+
+def _named(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {f"{part}/{name}": tensor for part, values in parts.items() for name, tensor in values.items()}
 
 
 def _totals(loss: Tensor, output: Tensor, labels: Tensor) -> Tensor:
@@ -375,37 +450,35 @@ def finish(trainer: Trainer, run: Run, data: Dataset, progress: Progress) -> dic
     model, accelerator = trainer.finish(), trainer.accelerator
     _check_finite(test.loss, trainer.state, run)
     last = history[-1]
-    best = max(
-        (h for h in history if h["val_accuracy"] is not None), key=lambda h: h["val_accuracy"], default=None
-    )
-    seconds = sum(h["seconds"] for h in history)
-    record = {
-        "model": config.model.name,
-        "parameters": count_parameters(model),
-        "model_config": model.config,
-        "data": asdict(DataInfo.of(data)),
-        "config": config.to_json(),
-        "seed": config.seed,
-        "processes": accelerator.num_processes,
-        "epochs": len(history),
-        "train_loss": last["train_loss"],
-        "train_accuracy": last["train_accuracy"],
-        "val_accuracy": last["val_accuracy"],
-        "best_val_accuracy": best and {"epoch": best["epoch"], "accuracy": best["val_accuracy"]},
-        "test_loss": test.means[0],
-        "test_accuracy": test.means[1],
-        "train_seconds": seconds,
-        "images_per_second": sum(h["seconds"] * h["images_per_second"] for h in history) / seconds,
+    validated = [BestEpoch(h.epoch, h.val_accuracy) for h in history if h.val_accuracy is not None]
+    seconds = sum(h.seconds for h in history)
+    record = Record(
+        model=config.model.name,
+        parameters=count_parameters(model),
+        model_config=model.config,
+        data=DataInfo.of(data),
+        config=config,
+        seed=config.seed,
+        processes=accelerator.num_processes,
+        epochs=len(history),
+        train_loss=last.train_loss,
+        train_accuracy=last.train_accuracy,
+        val_accuracy=last.val_accuracy,
+        best_val_accuracy=max(validated, key=lambda best: best.accuracy, default=None),
+        test_loss=test.means[0],
+        test_accuracy=test.means[1],
+        train_seconds=seconds,
+        images_per_second=sum(h.seconds * h.images_per_second for h in history) / seconds,
         **environment(accelerator.device),
-    }
+    )
     if accelerator.is_main_process:
-        save_model(run, model, record)
-        write_json(run.folder / "record.json", record)
+        record = save_model(run, model, replace(record, data=run.data))
+        write_json(run.folder / "record.json", record.to_json())
     progress.say(
-        f"test accuracy {record['test_accuracy']:.2%} after {len(history)} epochs, "
+        f"test accuracy {record.test_accuracy:.2%} after {len(history)} epochs, "
         f"{format_duration(seconds)} of training; in {run.folder}"
     )
-    return record
+    return record.to_json()
 
 
 def _check_finite(loss: float, state: State, run: Run) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BATCH_SIZE = 256
+BATCH_PIXELS = BATCH_SIZE * 64 * 64  # of larger images a batch has fewer
 UPRIGHT, *TURNS = P4.element_names
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     **{name: partial(P4.act_planar, s=s) for s, name in enumerate(P4.element_names)},
@@ -33,11 +34,19 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @torch.inference_mode()
 def logits(model: nn.Module, split: Split, info: DataInfo, view: Callable[[Tensor], Tensor]) -> Tensor:
-    """The model's outputs ``[N, classes]`` for all images of a split, seen in some way."""
-    batches = Batches(split, BATCH_SIZE, mean=info.mean, std=info.std)
+    """The model's outputs ``[N, classes]`` for all images of a split, seen in some way.
+
+    Raises:
+        ValueError: some of them are infinite or not numbers.
+    """
+    size = max(1, min(BATCH_SIZE, BATCH_PIXELS // info.size**2))
+    batches = Batches(split, size, mean=info.mean, std=info.std)
     model.eval()
     parts = [model(view(images).contiguous(memory_format=torch.channels_last)) for images, _ in batches]
-    return torch.cat(parts).float()
+    outputs = torch.cat(parts).float()
+    if not outputs.isfinite().all():
+        raise ValueError("expected outputs that are numbers; the model's are infinite or nan for some images")
+    return outputs
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,24 @@ class Evaluation:
     class_accuracy: dict[str, float | None]  # None: no such image in the test
     confusion: list[list[int]]  # [true class][predicted class]
     equivariance_error: float  # of the logits under quarter turns, relative to the largest
+
+    def __post_init__(self) -> None:
+        """It may have been read from a file: what can be counted again is."""
+        classes, counts = len(self.class_accuracy), self.confusion
+        if not (1 <= classes == len(counts) and all(len(row) == classes for row in counts)):
+            raise ValueError(f"confusion: expected {classes}×{classes} counts, as class_accuracy has classes")
+        if min(map(min, counts)) < 0 or sum(map(sum, counts)) != self.images or self.images < 1:
+            raise ValueError(f"confusion: expected counts of {self.images} images")
+        right = [row[i] for i, row in enumerate(counts)]
+        found = [r / sum(row) if sum(row) else None for r, row in zip(right, counts, strict=True)]
+        if [*self.class_accuracy.values()] != found or self.accuracy != sum(right) / self.images:
+            raise ValueError("accuracy, class_accuracy: expected those of the confusion matrix; got others")
+        if {*self.accuracy_under} != {*VIEWS} or self.accuracy_under["0°"] != self.accuracy:
+            raise ValueError(f"accuracy_under: expected {', '.join(VIEWS)}; got {self.accuracy_under!r}")
+        if not all(0 <= value <= 1 for value in self.accuracy_under.values()):
+            raise ValueError(f"accuracy_under: expected numbers from 0 to 1; got {self.accuracy_under!r}")
+        if min(self.loss, self.equivariance_error) < 0:
+            raise ValueError("loss, equivariance_error: expected numbers of 0 or more; got less")
 
     @property
     def turned_accuracy(self) -> float:

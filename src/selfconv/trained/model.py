@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
-from dataclasses import dataclass
+import warnings
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from selfconv._files import read_json, read_text
+from selfconv._files import file_sha256, read_as
+from selfconv._memory import machine_memory
 from selfconv.data import DataInfo, Dataset, normalise, read_image
-from selfconv.models import WEIGHTS, ResNet, list_pretrained
-from selfconv.train import Run, RunConfig, RunError, build_model, load_last, open_data
+from selfconv.models import WEIGHTS, ResNet, ResNetConfig, check_finite, list_pretrained, mismatches
+from selfconv.train import Record, Run, RunConfig, RunError, build_model, load_last, open_data, read_metrics
+
+MAPS_AT_A_TIME = 4  # about as many feature maps are in memory at once
 
 RECORD, WEIGHTS_FILE = "record.json", "model.safetensors"
 
@@ -78,68 +82,125 @@ def open_trained(place: str | os.PathLike[str]) -> TrainedModel:
             folder that ``save_pretrained`` wrote, or one of ``selfconv.models.list_pretrained()``.
 
     Raises:
-        RunError: there is no such model, or its files are damaged.
+        RunError: there is no such model, its files are damaged or contradict each other, or this machine has
+            too little memory for its images.
     """
-    folder = Path(place)
-    if (folder / WEIGHTS_FILE).is_file():
-        return _open_saved(folder.resolve().name, folder)
-    if Run(folder).exists:
-        return _open_run(Run(folder))
-    if os.fspath(place) in list_pretrained():
-        return _open_saved(os.fspath(place), WEIGHTS / place)
+    name, folder = os.fspath(place), Path(place)
+    names = ", ".join(list_pretrained())
+    expected = f"expected the folder of a run or of a saved model, or one of {names}"
+    if not name:  # Path("") is the working directory
+        raise RunError(f"{expected}; got an empty name")
+    try:
+        if (folder / WEIGHTS_FILE).exists():
+            return _open_saved(folder.resolve().name, folder)
+        if Run(folder).exists:
+            return _open_run(Run(folder))
+        if name in list_pretrained():
+            return _open_saved(name, WEIGHTS / name)
+    except RunError:
+        raise
+    except ValueError as error:
+        raise RunError(str(error)) from None
     found = "no such folder or name"
     if folder.is_dir():
         found = "other things" if any(folder.iterdir()) else "an empty folder"
     elif folder.exists():
         found = "a file"
-    names = ", ".join(list_pretrained())
-    raise RunError(
-        f"{place}: expected the folder of a run or of a saved model, or one of {names}; got {found}"
-    )
+    raise RunError(f"{place}: {expected}; got {found}")
 
 
 def _open_run(run: Run) -> TrainedModel:
+    info, config = run.data, run.config
+    result = run.result if run.finished else None
+    if result is not None:
+        model = _saved_model(run.folder / "model", result)
+    else:
+        model = _model_so_far(run, config, info)
+    _check_images(model, info, run.folder)
     return TrainedModel(
         name=run.folder.resolve().name,
-        model=_run_model(run),
-        record=run.record if run.finished else None,
-        metrics=_read_metrics(run.folder),
+        model=model,
+        record=None if result is None else result.to_json(),
+        metrics=[asdict(metrics) for metrics in run.metrics],
         run_folder=run.folder,
-        _training=(run.data, run.config),
+        _training=(info, config),
     )
 
 
-def _run_model(run: Run) -> ResNet:
-    if (run.folder / "model").is_dir():
-        return ResNet.from_pretrained(run.folder / "model")
-    checkpoint = load_last(run.checkpoints)
+def _open_saved(name: str, folder: Path) -> TrainedModel:
+    record = read_as(Record, folder / RECORD) if (folder / RECORD).exists() else None
+    metrics = folder / "metrics.jsonl"
+    model = _saved_model(folder, record)
+    if record is not None:
+        _check_images(model, record.data, folder)
+    return TrainedModel(
+        name=name,
+        model=model,
+        record=None if record is None else record.to_json(),
+        metrics=[asdict(epoch) for epoch in read_metrics(metrics)] if metrics.exists() else [],
+        run_folder=None,
+        _training=None if record is None else (record.data, record.config),
+    )
+
+
+def _saved_model(folder: Path, record: Record | None) -> ResNet:
+    """What ``save_pretrained`` wrote to a folder; the record, if there is one, must be of that model."""
+    model = ResNet.from_pretrained(folder)
+    if model.stem.conv.weight.dtype != torch.float32:
+        raise ValueError(f"{folder}: expected weights of torch.float32; got {model.stem.conv.weight.dtype}")
+    if record is None:
+        return model
+    try:
+        same = ResNetConfig.of(**record.model_config) == ResNetConfig.of(**model.config)
+    except (TypeError, ValueError):
+        same = False
+    if not same:
+        raise ValueError(f"{folder}: expected the network of its {RECORD}; got another")
+    if record.weights_sha256 not in (None, file_sha256(folder / WEIGHTS_FILE)):
+        raise ValueError(f"{folder / WEIGHTS_FILE}: damaged, or of another run: {RECORD} has another digest")
+    return model
+
+
+def _model_so_far(run: Run, config: RunConfig, info: DataInfo) -> ResNet:
+    checkpoint = load_last(run.checkpoints, run.digest)
     if checkpoint is None:
         raise RunError(f"{run.folder}: this run has no weights yet")
-    model = build_model(run.config, run.data)
-    model.load_state_dict(checkpoint.tensors("ema") or checkpoint.tensors("model"))
+    with torch.device("meta"):  # the checkpoint brings the weights, and with them what memory they take
+        model = build_model(config, info)
+    weights = checkpoint.tensors("ema") or checkpoint.tensors("model")
+    if problems := mismatches(model.state_dict(), weights):
+        raise RunError(f"{run.folder}: the last checkpoint holds the weights of another network: {problems}")
+    try:
+        check_finite(weights)
+    except ValueError as error:
+        raise RunError(f"{run.folder}: the last checkpoint: {error}") from None
+    model.load_state_dict({name: tensor.clone() for name, tensor in weights.items()}, assign=True)
     return model.eval()
 
 
-def _open_saved(name: str, folder: Path) -> TrainedModel:
-    path = folder / RECORD
-    record, training = None, None
-    if path.is_file():
-        try:
-            record = read_json(path)
-            training = DataInfo(**record["data"]), RunConfig.from_json(record["config"])
-        except (ValueError, TypeError, KeyError) as error:
-            raise RunError(f"{path}: expected the record of a run; got something else ({error})") from None
-    model = ResNet.from_pretrained(folder)
-    return TrainedModel(name, model, record, _read_metrics(folder), None, training)
-
-
-def _read_metrics(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "metrics.jsonl"
-    if not path.is_file():
-        return []
-    try:
-        return [json.loads(line) for line in read_text(path).splitlines()]
-    except ValueError as error:
+def _check_images(model: ResNet, info: DataInfo, folder: Path) -> None:
+    """A description may ask for images of any size: refused before the first of them takes memory."""
+    if (model.in_channels, model.num_classes) != (info.in_channels, len(info.class_names)):
         raise RunError(
-            f"{path}: expected a line of JSON for each epoch; got something else ({error})"
-        ) from None
+            f"{folder}: expected a network for {info.in_channels} channels and {len(info.class_names)} "
+            f"classes, as its data set has; got one for {model.in_channels} and {model.num_classes}"
+        )
+    with torch.device("meta"):
+        shapeless = ResNet.from_config(model.config).eval()
+    largest = 0
+
+    def measure(_: nn.Module, __: object, output: Tensor) -> None:
+        nonlocal largest
+        largest = max(largest, output.numel() * output.element_size())
+
+    for module in shapeless.modules():
+        module.register_forward_hook(measure)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of sizes that are not exact: the model itself will
+        shapeless(torch.empty(1, info.in_channels, info.size, info.size, device="meta"))
+    needed, memory = MAPS_AT_A_TIME * largest, machine_memory()
+    if needed > memory:
+        raise RunError(
+            f"{folder}: images of {info.size}×{info.size} need about {needed / 1e9:.1f} GB of memory; "
+            f"this machine has {memory / 1e9:.1f} GB"
+        )

@@ -3,8 +3,6 @@ with the others."""
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -12,11 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from selfconv._files import read_json
-from selfconv.models import ModelFacts, model_facts, paper_label
+from selfconv._files import read_as
+from selfconv.models import ModelFacts, model_facts
 from selfconv.study import paper
-from selfconv.train import RunConfig
-from selfconv.trained import TURNS
+from selfconv.study.plans import Failure, PlanFile
+from selfconv.train import Machine, Record, RunConfig, read_metrics
+from selfconv.trained import Evaluation
 
 PLAN, FAILED = "plan.json", "failed.json"
 NO_MATTER = ("source", "device", "checkpoint_minutes")  # options that say where and how often, not what
@@ -56,8 +55,8 @@ class Trial:
     accuracy: float
     turned: float | None  # the mean over quarter turns of the test images, upright ones left out
     equivariance_error: float | None
-    images_per_second: float | None
-    seconds: float | None
+    images_per_second: float
+    seconds: float
     images: dict[str, int]  # in each part of the data
     digest: str  # of the data
     epochs: tuple[Epoch, ...]
@@ -112,12 +111,12 @@ def _collect(root: Path, found: Found) -> None:
     for folder in _walk(root):
         name = "/".join((root.name, *folder.relative_to(root).parts))
         try:
-            if (folder / PLAN).is_file():
-                plan = _object(folder / PLAN)
+            if (folder / PLAN).exists():
+                plan = read_as(PlanFile, folder / PLAN)
                 planned = _places(plan, folder)
                 places |= planned
                 lines = found.reduced.setdefault(_study(plan), [])
-                lines += [line for line in map(str, plan.get("reduced", [])) if line not in lines]
+                lines += [line for line in plan.reduced if line not in lines]
                 for path in (path for path in planned if not _is_run(path)):
                     shown = "/".join((name, *Path(os.path.relpath(path, folder)).parts))
                     reason = _failure(path) or "planned, but not begun"
@@ -138,7 +137,7 @@ def _walk(root: Path) -> Iterator[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    return (folder / "config.json").is_file() or (folder / "record.json").is_file()
+    return (folder / "config.json").exists() or (folder / "record.json").exists()
 
 
 def _tell_data_apart(found: Found) -> None:
@@ -168,87 +167,50 @@ def _keep_distinct(found: Found) -> None:
 # ---- one file ----
 
 
-def _object(path: Path) -> dict[str, Any]:
-    content = read_json(path)
-    if not isinstance(content, dict):
-        raise ValueError(f"{path.name}: expected an object; got {type(content).__name__}")
-    return content
-
-
-def _number(content: dict[str, Any], key: str, least: float = 0.0, most: float = math.inf) -> float:
-    value = content.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        limits = f"{least:g} to {most:g}" if math.isfinite(most) else f"{least:g} or more"
-        raise ValueError(f"{key}: expected a number, {limits}; got {value!r}")
-    if not math.isfinite(value):
-        raise ValueError(f"{key}: expected a number; got {value!r}")
-    return value
-
-
-def _optional(content: dict[str, Any], key: str) -> float | None:
-    return None if content.get(key) is None else _number(content, key)
-
-
-def _places(plan: dict[str, Any], folder: Path) -> dict[Path, Place]:
-    trials = plan.get("trials")
-    if not isinstance(plan.get("plan"), str) or not isinstance(trials, list):
-        raise ValueError(f"{PLAN}: expected the name of a plan and its trials; got something else")
-    if not isinstance(plan.get("reduced", []), list):
-        raise ValueError(f"{PLAN}: reduced: expected a list of sentences; got {plan['reduced']!r}")
-    data = str(plan.get("data", ""))
-    places = {}
-    for order, trial in enumerate(trials):
-        if not isinstance(trial, dict) or not isinstance(trial.get("folder"), str):
-            raise ValueError(f"{PLAN}: trials: expected objects that name a folder; got {trial!r}")
-        model = str(trial.get("model", ""))
-        places[(folder / trial["folder"]).resolve()] = Place(
+def _places(plan: PlanFile, folder: Path) -> dict[Path, Place]:
+    return {
+        (folder / trial.folder).resolve(): Place(
             study=_study(plan),
-            title=str(plan.get("title", plan["plan"])),
-            data=data,
-            group=str(trial.get("group", data)),
-            label=str(trial.get("label", paper_label(model))),
+            title=plan.title,
+            data=plan.data,
+            group=trial.group,
+            label=trial.label,
             order=(order,),
         )
-    return places
+        for order, trial in enumerate(plan.trials)
+    }
 
 
-def _study(plan: dict[str, Any]) -> str:
-    return f"plan {plan['plan']}"
+def _study(plan: PlanFile) -> str:
+    return f"plan {plan.plan}"
 
 
 def _trial(folder: Path, name: str, place: Place | None) -> Trial:
-    if not (folder / "record.json").is_file():
+    if not (folder / "record.json").exists():
         raise ValueError(_unfinished(folder))
-    record = _object(folder / "record.json")
-    config = RunConfig.from_json(record.get("config"))
-    data = record.get("data")
-    if not isinstance(data, dict) or not isinstance(data.get("name"), str):
-        raise ValueError(f"data: expected the description of a data set; got {data!r}")
-    images, own = data.get("images"), _options(config, data["name"])
-    if place is None:
-        place = _bare(config, own, data["name"])
-    elif not place.data:
-        place = replace(place, data=data["name"])
-    measured = record | (_object(path) if (path := folder / "evaluation.json").is_file() else {})
-    under = measured.get("accuracy_under")
-    turns = [_number(under, turn, 0, 1) for turn in TURNS] if isinstance(under, dict) else []
+    record = read_as(Record, folder / "record.json")
+    evaluation = None
+    if (folder / "evaluation.json").exists():
+        evaluation = read_as(Evaluation, folder / "evaluation.json")
+    config, data = record.config, record.data
+    own = _options(config, data.name)
     return Trial(
         name=name,
-        place=place,
+        place=_bare(config, own, data.name) if place is None else place,
         config=config,
         options=own,
-        parameters=int(_number(record, "parameters", 1)),
-        accuracy=100 * _number(record, "test_accuracy", 0, 1),
-        turned=100 * sum(turns) / len(turns) if turns else None,
-        equivariance_error=_optional(measured, "equivariance_error"),
-        images_per_second=_optional(record, "images_per_second"),
-        seconds=_optional(record, "train_seconds"),
-        images={k: v for k, v in images.items() if isinstance(v, int)} if isinstance(images, dict) else {},
-        digest=str(data.get("digest", "")),
+        parameters=record.parameters,
+        accuracy=100 * record.test_accuracy,
+        turned=None if evaluation is None else 100 * evaluation.turned_accuracy,
+        equivariance_error=None if evaluation is None else evaluation.equivariance_error,
+        images_per_second=record.images_per_second,
+        seconds=record.train_seconds,
+        images=data.images,
+        digest=data.digest,
         epochs=_epochs(folder / "metrics.jsonl"),
-        machine=_machine(record.get("machine")),
-        versions=_versions(record.get("versions")),
-        commit=record["commit"] if isinstance(record.get("commit"), str) else None,
+        machine=_machine(record.machine),
+        versions=", ".join(f"{package} {number}" for package, number in record.versions.items()),
+        commit=record.commit,
     )
 
 
@@ -264,9 +226,8 @@ def _unfinished(folder: Path) -> str:
 
 def _failure(folder: Path) -> str | None:
     """What a plan noted when a run failed."""
-    if not (folder / FAILED).is_file():
-        return None
-    return f"failed: {_object(folder / FAILED).get('error')}"
+    path = folder / FAILED
+    return f"failed: {read_as(Failure, path).error}" if path.exists() else None
 
 
 def _bare(config: RunConfig, options: tuple[tuple[str, str], ...], data: str) -> Place:
@@ -292,38 +253,17 @@ def _value(value: object) -> str:
 
 
 def _epochs(path: Path) -> tuple[Epoch, ...]:
-    if not path.is_file():
+    if not path.exists():
         return ()
-    found = []
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
-        try:
-            content = json.loads(line)
-            val = (
-                None if content.get("val_accuracy") is None else 100 * _number(content, "val_accuracy", 0, 1)
-            )
-            epoch = Epoch(
-                int(_number(content, "epoch", 1)), 100 * _number(content, "train_accuracy", 0, 1), val
-            )
-        except (ValueError, AttributeError) as error:
-            raise ValueError(f"{path.name}, line {number}: {error}") from None
-        found.append(epoch)
-    return tuple(found)
+    return tuple(
+        Epoch(m.epoch, 100 * m.train_accuracy, None if m.val_accuracy is None else 100 * m.val_accuracy)
+        for m in read_metrics(path)
+    )
 
 
-def _machine(found: Any) -> str:
-    if not isinstance(found, dict):
-        return "machine not recorded"
-    device = found.get("device")
-    parts = [str(found.get("cpu", "unknown processor"))]
-    parts += [f"{name}: {found[name]}" for name in ("cores", "threads") if name in found]
-    parts.append(str(found.get("system", "unknown system")))
-    return ", ".join(parts if device in (None, "cpu") else [str(device), *parts])
-
-
-def _versions(found: Any) -> str:
-    if not isinstance(found, dict):
-        return "versions not recorded"
-    return ", ".join(f"{package} {number}" for package, number in found.items())
+def _machine(found: Machine) -> str:
+    parts = [found.cpu, f"cores: {found.cores}", f"threads: {found.threads}", found.system]
+    return ", ".join(parts if found.device == "cpu" else [found.device, *parts])
 
 
 def _without_places(text: str, folder: Path) -> str:

@@ -75,7 +75,7 @@ def test_training_report_and_pictures(group: Group, tmp_path: Path) -> None:
     train(config, tmp_path / "run", quiet=True)
     trained = open_trained(tmp_path / "run")
     assert trained.model.group == group
-    evaluate(trained, picture=False)
+    evaluate(trained, pictures=False)
 
     html, markdown, *_ = write_report([tmp_path / "run"], tmp_path / "report")
     label = f"{group.name}ResNet29+ASC"

@@ -33,7 +33,7 @@ from selfconv.data import npz as npz_module
 from selfconv.models import ResNet
 from selfconv.train import Run, RunConfig, RunError
 from selfconv.train.progress import Progress
-from selfconv.trained import VIEWS, Evaluation, confusion_figure
+from selfconv.trained import VIEWS, Evaluation, RotationCurve, confusion_figure
 from selfconv.trained.evaluation import save_figure
 
 
@@ -387,7 +387,7 @@ def test_classes_with_hostile_names(tmp_path: Path) -> None:
         data="\x1b[31m[red]pets", images=count**2, loss=0.0, accuracy=1 / count,
         accuracy_under=dict.fromkeys(VIEWS, 1 / count), class_accuracy=dict.fromkeys(NAMES, 1 / count),
         confusion=np.ones((count, count), int).tolist(),
-        equivariance_error=0.0,
+        equivariance_error=0.0, rotation=RotationCurve([*range(0, 360, 15)], [0.5] * 24, 4),
     )  # fmt: skip
     console = Console(file=io.StringIO(), width=300, force_terminal=True, color_system="truecolor")
     console.print(evaluation.table())

@@ -100,6 +100,11 @@ def make_run(
             "class_accuracy": {"cat": 0.5, "dog": 0.5},
             "confusion": [[1, 1], [1, 1]],
             "equivariance_error": equivariance_error,
+            "rotation": {
+                "angles": [*range(0, 360, 15)],
+                "accuracy": [accuracy if angle % 90 else min(turned) for angle in range(0, 360, 15)],
+                "images": 100,
+            },
         }
         (folder / "evaluation.json").write_text(json.dumps(evaluation))
     return folder

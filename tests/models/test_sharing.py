@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from selfconv.models import ResNet, create_model, fold_batch_norm, list_models, list_pretrained, registry
+from selfconv.models import ResNet, create_model, fold_batch_norm, list_models, registry
 from selfconv.models._sharing import load_weights
 
 IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -265,7 +265,7 @@ def test_weights_with_a_name_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(registry, "WEIGHTS", tmp_path)
     model = tiny("p4resnet29_asc", num_classes=4, in_channels=1)
     model.save_pretrained(tmp_path / "mine")
-    assert list_pretrained() == ["mine"]
+    assert list_models(pretrained=True) == ["mine"]
     assert "mine" not in list_models()
     assert create_model("mine", pretrained=True).config == model.config
     assert create_model("mine", 3, pretrained=True).num_classes == 3

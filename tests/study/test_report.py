@@ -23,7 +23,7 @@ from selfconv.models import count_parameters, create_model, paper_label
 from selfconv.study import paper, write_report
 from selfconv.study.claims import Outcome, Verdict, signed
 from selfconv.study.report.read import read
-from selfconv.study.report.summary import Group, Study, summarise
+from selfconv.study.report.summary import Group, Study, advice, summarise
 from selfconv.study.samples import Sample, difference, t_quantile
 
 # 4 runs on either side of 92.18, 0.318040 away: a sample deviation of 0.34
@@ -351,6 +351,38 @@ def test_turned_images_and_equivariance(tmp_path: Path) -> None:
     [row] = only_group(tmp_path).rows
     assert row.turned is not None
     assert (row.turned.n, len(row.trials)) == (3, 4)
+
+
+def test_every_angle(tmp_path: Path) -> None:
+    """A column, a figure and a sentence that names a network: the one with the best mean over all angles."""
+    for model, accuracy, turned in (("resnet29", 0.9, 0.1), ("p4resnet29_asc", 0.8, 0.8)):
+        folder = tmp_path / "runs" / model
+        make_run(folder, model=model, data="digits", accuracy=accuracy, turned=[turned] * 3)
+    group = only_group(tmp_path / "runs")
+    planar = group.rows[0]
+    assert planar.at_angles[45].mean == pytest.approx(90)
+    assert planar.at_angles[90].mean == pytest.approx(10)
+    assert planar.every_angle is not None
+    assert planar.every_angle.mean == pytest.approx((20 * 90 + 4 * 10) / 24)
+    sentence = advice(group)
+    assert sentence is not None
+    assert sentence.startswith("For images at any angle: p4ResNet29+ASC, 80.0% on average")
+    assert "For upright images: ResNet29, 90.0%" in sentence
+    write_report([tmp_path / "runs"], tmp_path / "out")
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert "Every angle, %" in page
+    assert sentence in page
+    assert (tmp_path / "out" / "figures" / "rotation-digits.svg").is_file()
+
+
+def test_of_equals_the_smaller_network_is_named(tmp_path: Path) -> None:
+    """100 images tell accuracies of 80% apart by 4 points, not by 1."""
+    for model, accuracy in (("resnet29", 0.81), ("resnet29_asc", 0.8)):
+        make_run(tmp_path / model, model=model, data="digits", accuracy=accuracy, turned=[accuracy] * 3)
+    sentence = advice(only_group(tmp_path))
+    assert sentence is not None
+    assert "ResNet29+ASC, 80.0% on average" in sentence
+    assert "best for upright images too" in sentence
 
 
 # ---- plans ----

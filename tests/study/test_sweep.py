@@ -28,7 +28,7 @@ from selfconv.study import board as _board
 from selfconv.study.board import Board, results_table
 from selfconv.study.estimate import side_by_side
 from selfconv.study.plans import OUTLINES
-from selfconv.train import Interrupted, Record, Run, paper_recipe, train
+from selfconv.train import Interrupted, Record, Run, fast_recipe, paper_recipe, short_recipe, train
 from selfconv.train.runs import save_model
 
 SMALL = ["--epochs", "1", "--seeds", "1", "--models", "resnet29*asc"]
@@ -67,7 +67,7 @@ def test_the_papers_plans() -> None:
     assert sizes == {
         "cifar10": (10, 80), "cifar100": (6, 48), "resnet83": (9, 9), "ablation-kernel": (6, 18),
         "ablation-heads": (6, 18), "ablation-filters": (6, 18), "ablation-psi": (4, 12),
-        "ablation-pool": (6, 18), "demo": (10, 30),
+        "ablation-pool": (6, 18), "rotation": (6, 6), "controls": (10, 30), "demo": (10, 30),
     }  # fmt: skip
     for name in ("cifar10", "cifar100", "resnet83"):
         plan = make_plan(name)
@@ -115,6 +115,24 @@ def test_folders_are_stable() -> None:
     assert make_plan("cifar10").trials[0].folder == "resnet29/seed-0"
     assert make_plan("ablation-kernel").trials[-1].folder == "p4resnet29_asc-kernel_size=7/seed-2"
     assert make_plan("demo").trials[4].folder == "resnet29_asc-widths=8,16,32-depth=11-num_heads=4/seed-0"
+    assert make_plan("rotation").trials[2].folder == "resnet29_asc-rotate=any/seed-0"
+
+
+def test_a_recipe_for_all_networks() -> None:
+    """The one that is named, with what a line changes in it, and no other change of the plan's."""
+    plan = make_plan("cifar10", Budget(recipe="short", epochs=12, seeds=1))
+    assert {trial.config.recipe for trial in plan.trials} == {replace(short_recipe(), epochs=12)}
+    assert "the recipe 'short' instead of the paper's" in plan.reduced
+    rotation = make_plan("rotation", Budget(recipe="fast"))
+    assert [trial.config.recipe.rotate for trial in rotation.trials] == [
+        "none", "any", "any", "none", "none", "any",
+    ]  # fmt: skip
+    assert {replace(trial.config.recipe, rotate="none") for trial in rotation.trials} == {fast_recipe()}
+
+
+def test_plans_that_are_not_the_papers_fall_short_of_nothing() -> None:
+    for name in ("rotation", "controls"):
+        assert make_plan(name).on("plankton", 1000, 200).reduced == ()
 
 
 def test_what_is_reduced_is_said() -> None:

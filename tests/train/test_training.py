@@ -111,7 +111,7 @@ def test_impossible_recipes(options: dict, message: str) -> None:
 @pytest.mark.parametrize("recipe", list(RECIPES))
 def test_json_round_trip(recipe: str) -> None:
     config = RunConfig.of("cifar10", "p4resnet29_asc", recipe).replaced("model", widths=(8, 16, 32))
-    config = config.replaced("recipe", clip=1.0, epochs=7, sizes=(20, 24, 32))
+    config = config.replaced("recipe", clip=1.0, epochs=7, sizes=(0.625, 0.75, 1.0))
     assert RunConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
 
 
@@ -176,13 +176,22 @@ def test_what_weight_decay_acts_on(model: str, decay: Literal["all", "maps"]) ->
         assert value == (0.0 if spared and decay == "maps" else 0.5), name
 
 
-@given(st.integers(1, 40), st.integers(1, 8))
-def test_sizes_share_the_epochs_evenly(epochs: int, count: int) -> None:
-    recipe = Recipe(epochs=epochs, sizes=tuple(range(10, 10 + count)))
-    seen = [recipe.size_in(epoch) for epoch in range(epochs)]
-    assert seen == sorted(seen, key=lambda size: size or 0)
-    assert all(abs(seen.count(size) - epochs / count) < 1 for size in range(10, 10 + count))
-    assert Recipe(epochs=epochs).size_in(epochs - 1) is None
+@given(st.integers(1, 40), st.lists(st.integers(1, 16), min_size=1, max_size=8, unique=True))
+def test_sizes_share_the_epochs_evenly(epochs: int, sixteenths: list[int]) -> None:
+    sizes = sorted(sixteenths)
+    recipe = Recipe(epochs=epochs, sizes=tuple(size / 16 for size in sizes))
+    seen = recipe.all_sizes(64)
+    assert seen == sorted(seen)
+    assert all(abs(seen.count(4 * size) - epochs / len(sizes)) < 1 for size in sizes)
+
+
+@given(st.floats(0, 1, exclude_min=True), st.integers(1, 300))
+def test_sizes_keep_p4_exact(share: float, full: int) -> None:
+    """Multiples of 4 halve twice; the full size is what it is, and none is larger."""
+    size = Recipe(sizes=(share,)).size_in(0, full)
+    assert 1 <= size <= full
+    assert size == full or (size % 4 == 0 and (abs(size - share * full) <= 2 or size == 4))
+    assert Recipe().size_in(0, full) == Recipe(sizes=(1.0,)).size_in(0, full) == full
 
 
 def test_training_on_smaller_images_first(data: Path, tmp_path: Path) -> None:
@@ -197,7 +206,7 @@ def test_training_on_smaller_images_first(data: Path, tmp_path: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ResNet, "forward", note)
-        train(tiny_config(data, epochs=3, sizes=(4, 6, 8)), tmp_path / "run", quiet=True)
+        train(tiny_config(data, epochs=3, sizes=(0.5, 0.75, 1.0)), tmp_path / "run", quiet=True)
     full = open_data(tiny_config(data)).size
     assert list(dict.fromkeys(size for training, size in seen if training)) == [4, 6, 8]
     assert {size for training, size in seen if not training} == {full}

@@ -12,7 +12,7 @@ import torch
 from helpers import ROOT
 
 from selfconv import cli
-from selfconv.models import WEIGHTS, ResNet, count_parameters, create_model, list_pretrained
+from selfconv.models import WEIGHTS, ResNet, count_parameters, create_model, list_models
 from selfconv.train import RunError
 from selfconv.trained import logits, open_trained
 
@@ -21,7 +21,7 @@ NAMES = ["digits_asc", "digits_conv", "digits_p4_asc"]
 
 
 def test_what_is_shipped() -> None:
-    assert list_pretrained() == NAMES
+    assert list_models(pretrained=True) == NAMES
     assert all(name in cli.TRAINED_HELP for name in NAMES)
     for name in NAMES:
         files = {path.name: path for path in (WEIGHTS / name).iterdir()}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers.tiny_runs import run_cli, tiny_config, tiny_data
@@ -13,7 +15,7 @@ from PIL import Image
 from selfconv.explorer._study import Study
 from selfconv.models import ResNet, create_model
 from selfconv.train import RunError, train
-from selfconv.trained import open_trained
+from selfconv.trained import evaluate, open_trained
 
 PLACES = ["run", "run/model", "digits_asc"]
 
@@ -57,6 +59,43 @@ def test_results_are_kept_in_the_folder_of_a_run_alone(work: Path) -> None:
     assert open_trained(work / "run").run_folder == work / "run"
     assert open_trained(work / "run" / "model").run_folder is None
     assert open_trained("digits_asc").run_folder is None
+
+
+def test_evaluating_draws_the_confusion_and_the_rotation_curve(work: Path) -> None:
+    evaluation = evaluate(open_trained(work / "run"))
+    assert evaluation.rotation.images == 40
+    written = json.loads((work / "run" / "evaluation.json").read_text())
+    assert written["rotation"]["accuracy"] == evaluation.rotation.accuracy
+    for name in ("confusion.png", "rotation.png"):
+        assert Image.open(work / "run" / name).size > (300, 300)
+
+
+def test_other_data_with_the_same_classes(work: Path, tmp_path: Path) -> None:
+    """They are measured, resized to the model's images, and do not replace the run's own evaluation."""
+    arrays = dict(np.load(work / "tiny.npz"))
+    arrays["x_test"], arrays["y_test"] = arrays["x_test"][:7], arrays["y_test"][:7]
+    np.savez(tmp_path / "fewer.npz", **arrays)
+    np.savez(
+        tmp_path / "larger.npz",
+        **{k: v.repeat(2, 1).repeat(2, 2) if k[0] == "x" else v for k, v in arrays.items()},
+    )
+    own = evaluate(open_trained(work / "run"))
+    assert evaluate(open_trained(work / "run"), tmp_path / "fewer.npz").images == 7
+    assert evaluate(open_trained(work / "run"), tmp_path / "larger.npz").images == 7
+    assert evaluate(open_trained(work / "run"), work / "tiny.npz") == own
+    assert json.loads((work / "run" / "evaluation.json").read_text())["images"] == own.images
+
+
+def test_data_of_other_classes_or_channels_is_refused(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arrays = dict(np.load(work / "tiny.npz"))
+    np.savez(tmp_path / "colour.npz", **{k: v.repeat(3, 3) if k[0] == "x" else v for k, v in arrays.items()})
+    np.savez(tmp_path / "named.npz", class_names=[f"class {i}" for i in range(10)], **arrays)
+    for name in ("colour", "named"):
+        assert run_cli("evaluate", work / "run", "--data", tmp_path / f"{name}.npz") == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert re.search(r"expected images of 10 classes \(.*\) in grey; .* has 10 classes", line), line
 
 
 def test_a_run_and_its_model_folder_are_the_same_model(work: Path) -> None:

@@ -16,6 +16,7 @@ from tyro.conf import Positional, arg
 from selfconv._extras import require
 from selfconv._text import escape_for_terminal
 from selfconv.bench import BenchOptions
+from selfconv.models import list_models
 from selfconv.study import Budget
 
 if TYPE_CHECKING:
@@ -24,23 +25,34 @@ if TYPE_CHECKING:
 BENCH, BUDGET = BenchOptions(), Budget()
 TRAINED_HELP = (
     "Folder of a run or of a saved model, or a model that comes with the package: "
-    "digits_asc, digits_conv, digits_p4_asc."
+    f"{', '.join(list_models(pretrained=True))}."
 )
 TrainedPlace = Annotated[str, arg(metavar="TRAINED", help=TRAINED_HELP)]
 
 
-def evaluate(trained: Positional[TrainedPlace], /, *, json: bool = False) -> None:
-    """Test a trained model: accuracy, per class, and on rotated images.
+def evaluate(trained: Positional[TrainedPlace], /, *, data: str | None = None, json: bool = False) -> None:
+    """Test a trained model: accuracy, per class, and on images rotated by every multiple of 15°.
 
-    For a run, also writes evaluation.json and confusion.png to its folder.
+    For a run, also writes evaluation.json, confusion.png and rotation.png to its folder.
 
     Args:
+        data: Data set with the test images; by default the one that the model was trained on.
         json: Print JSON instead of tables.
     """
+    from rich.console import Console
+    from rich.progress import Progress
+
     from selfconv.trained import evaluate as evaluate_trained
     from selfconv.trained import open_trained
 
-    evaluation = evaluate_trained(open_trained(trained))
+    opened = open_trained(trained)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("evaluating", total=1.0)
+        evaluation = evaluate_trained(
+            opened,
+            data,
+            watch=lambda share, line: progress.update(task, completed=share, description=line),
+        )
     if json:
         print(json_module.dumps(asdict(evaluation)))
     else:
@@ -122,13 +134,13 @@ def audit(
         group: Name of the group; by default the model's own.
         downsample: Downsampling of convolutions, if not the model's own.
     """
-    from selfconv.models import create_model, list_pretrained
+    from selfconv.models import create_model, list_models
     from selfconv.testing import audit as audit_model
     from selfconv.trained import open_trained
 
     if size < 1:
         raise ValueError(f"size: expected a positive number of pixels; got {size}")
-    if not (Path(model).exists() or model in list_pretrained()):
+    if not (Path(model).exists() or model in list_models(pretrained=True)):
         network = create_model(model, downsample=downsample)
     elif downsample is None:
         network = open_trained(model).model
@@ -211,7 +223,8 @@ def reproduce(
     """Reproduce the paper's tables and figures, or run an ablation: all runs of a plan, and a report.
 
     Plans: cifar10, cifar100, resnet83, ablation-kernel, ablation-heads, ablation-filters, ablation-psi,
-    ablation-pool, demo. Finished runs are kept: the same command continues where it stopped.
+    ablation-pool, rotation, controls, demo. Finished runs are kept: the same command continues where it
+    stopped.
 
     Args:
         plan: Name of the plan.

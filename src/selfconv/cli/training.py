@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated
 
 from tyro.conf import arg
 
@@ -15,17 +16,16 @@ from selfconv.train import (
     Engine,
     ModelOptions,
     Recipe,
+    RecipeName,
     RunConfig,
+    initial_options,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 def train_command(args: Sequence[str]) -> Callable[..., None]:
     """``train``, with the defaults that follow from some of its options: the data, a config file, …"""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name in ("data", "model", "recipe", "config", "out"):
+    for name in ("data", "model", "init", "recipe", "config", "out"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--resume", action="store_true")
     training = len(args) > 0 and args[0] == "train"
@@ -44,6 +44,8 @@ def train_command(args: Sequence[str]) -> Callable[..., None]:
     elif given.resume:
         out = Path(given.out) if given.out is not None else _default_out(base)
         base = RunConfig.load(out) if (out / "config.json").is_file() else base
+    if given.init is not None and given.model is None:
+        base = replace(base, model=initial_options(given.init))
     recipe = base.recipe
     if given.recipe in RECIPES:
         recipe = RECIPES[given.recipe](given.model if given.model is not None else base.model.name)
@@ -54,7 +56,7 @@ def train_command(args: Sequence[str]) -> Callable[..., None]:
         training: Annotated[Recipe, arg(name="recipe")] = recipe,
         engine: Engine = base.engine,
         *,
-        recipe: Literal["paper", "fast"] | None = None,
+        recipe: RecipeName | None = None,
         seed: int = base.seed,
         out: Path | None = None,
         resume: bool = False,
@@ -63,10 +65,12 @@ def train_command(args: Sequence[str]) -> Callable[..., None]:
         """Train a network on digits, CIFAR or your own images.
 
         Without options: resnet29_asc on handwritten digits, in a few minutes. All results go to one
-        folder, for `evaluate`, `predict` and `export`. --resume continues an interrupted run.
+        folder, for `evaluate`, `predict` and `export`. --resume continues an interrupted run. --init starts
+        from a trained network instead of random weights; the model is then the same by default.
 
         Args:
-            recipe: Recipe that sets the defaults below; by default paper for CIFAR and fast for other data.
+            recipe: Recipe that sets the defaults below: paper (the default for CIFAR), fast (for other data),
+                short (10 to 30 epochs of CIFAR on a CPU).
             seed: Random seed of the weights, the order of the images, and augmentation.
             out: Folder for the run; by default runs/DATA-MODEL.
             resume: Continue the run in that folder, with its options.

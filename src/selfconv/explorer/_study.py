@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from selfconv.data import DataError, Dataset, fit, load_data
 from selfconv.groups import P4
-from selfconv.models import list_pretrained
+from selfconv.models import list_models
 from selfconv.testing import relative_error, transform
 from selfconv.trained import TrainedModel, open_trained
 from selfconv.visualize import Inspection
@@ -50,7 +50,7 @@ class Study:
     @classmethod
     def open(cls, run: str | Path | None) -> Self:
         """The shipped models on digits, the planar one first; or a run's, beside a shipped counterpart."""
-        shipped = [open_trained(name) for name in list_pretrained()]
+        shipped = [open_trained(name) for name in list_models(pretrained=True)]
         if run is None:
             models = sorted(_one_of_each_kind(shipped), key=lambda trained: len(trained.model.group))
         else:

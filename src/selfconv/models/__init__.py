@@ -3,7 +3,15 @@
 from typing import TYPE_CHECKING
 
 from selfconv._lazy import lazy
-from selfconv.models.table import MODELS, ModelFacts, at_depth, list_models, model_facts, paper_label
+from selfconv.models.table import (
+    MODELS,
+    WEIGHTS,
+    ModelFacts,
+    at_depth,
+    list_models,
+    model_facts,
+    paper_label,
+)
 
 if TYPE_CHECKING:
     from selfconv.models._config import ResNetConfig
@@ -11,14 +19,7 @@ if TYPE_CHECKING:
     from selfconv.models.conversion import Conversion, convert
     from selfconv.models.export import export_onnx, export_program, fold_batch_norm
     from selfconv.models.flops import count_flops, count_parameters
-    from selfconv.models.registry import (
-        WEIGHTS,
-        ModelInfo,
-        create_model,
-        list_pretrained,
-        model_info,
-        models_table,
-    )
+    from selfconv.models.registry import ModelInfo, create_model, load_initial, model_info, models_table
     from selfconv.models.resnet import ResNet
 else:  # the table alone needs no torch
     __getattr__, __dir__ = lazy(
@@ -28,7 +29,7 @@ else:  # the table alone needs no torch
         conversion=["Conversion", "convert"],
         export=["export_onnx", "export_program", "fold_batch_norm"],
         flops=["count_flops", "count_parameters"],
-        registry=["WEIGHTS", "ModelInfo", "create_model", "list_pretrained", "model_info", "models_table"],
+        registry=["ModelInfo", "create_model", "load_initial", "model_info", "models_table"],
         resnet=["ResNet"],
     )
 
@@ -50,7 +51,7 @@ __all__ = [
     "export_program",
     "fold_batch_norm",
     "list_models",
-    "list_pretrained",
+    "load_initial",
     "mismatches",
     "model_facts",
     "model_info",

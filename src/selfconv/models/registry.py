@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -15,25 +16,14 @@ from selfconv.models._config import ResNetConfig
 from selfconv.models._sharing import CONFIG_NAME, SAFETENSORS_SINGLE_FILE, read_config
 from selfconv.models.flops import count_flops, count_parameters
 from selfconv.models.resnet import ResNet
-from selfconv.models.table import MODELS, list_models
+from selfconv.models.table import MODELS, WEIGHTS, list_models
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-# a folder for each model that has weights, as save_pretrained writes it, and the record of their run
-WEIGHTS = Path(__file__).parent / "weights"
-
-
-def list_pretrained() -> list[str]:
-    """The names for which weights are shipped: those that ``create_model`` takes with ``pretrained=True``.
-
-    Beside models of ``list_models()`` these may be smaller ones, whose whole description is with the weights.
-    """
-    return sorted(path.parent.name for path in WEIGHTS.glob(f"*/{SAFETENSORS_SINGLE_FILE}"))
-
 
 def _options(name: str) -> dict[str, Any]:
-    if name not in MODELS and name in list_pretrained():
+    if name not in MODELS and name in list_models(pretrained=True):
         raise ValueError(f"{name!r} is a model with its weights; expected pretrained=True for it")
     if name not in MODELS:
         near = get_close_matches(name, MODELS, n=3, cutoff=0.5)
@@ -53,15 +43,16 @@ def create_model(
     """A model of the paper, or one like it.
 
     Args:
-        name: one of ``list_models()``, or with ``pretrained`` one of ``list_pretrained()``.
+        name: one of ``list_models()``, or with ``pretrained`` one of ``list_models(pretrained=True)``.
         num_classes: 10 by default, or as many as the pretrained weights have; if they have another number
             than is asked for, the classifier starts afresh.
-        in_channels: 3 by default (1 for grey images), or as many as the pretrained weights have.
+        in_channels: 3 by default (1 for grey images), or as many as the pretrained weights have; weights for
+            colour are adapted to grey images and the reverse, as ``ResNet.start_from`` does.
         pretrained: whether to load weights that are shipped with the package.
         **overrides: any other field of ``ResNetConfig``: ``group``, ``widths``, ``depth``, ``kernel_size``,
             ``num_heads``, ``downsample``, ``psi``, ``pool``, …; None means the model's own.
     """
-    shipped = list_pretrained() if pretrained else []
+    shipped = list_models(pretrained=True) if pretrained else []
     options = {} if name in shipped else _options(name)
     if num_classes is not None and not (isinstance(num_classes, int) and num_classes >= 1):
         raise ValueError(
@@ -69,10 +60,10 @@ def create_model(
             "(model.reset_classifier(0) leaves out the classifier)"
         )
     overrides = {key: value for key, value in overrides.items() if value is not None}
-    if in_channels is not None:
-        overrides["in_channels"] = in_channels
+    asked = {"num_classes": num_classes, "in_channels": in_channels}
+    asked = {key: value for key, value in asked.items() if value is not None}
     if not pretrained:
-        return ResNet(ResNetConfig.of(**options | overrides | {"num_classes": num_classes}))
+        return ResNet(ResNetConfig.of(**options | overrides | asked))
 
     if name not in shipped:
         raise ValueError(
@@ -80,11 +71,27 @@ def create_model(
             + (f"there are some for {', '.join(shipped)}" if shipped else "this version ships none at all")
         )
     folder = WEIGHTS / name
-    config = read_config(folder / CONFIG_NAME)
-    model = ResNet.load(config | overrides, folder / SAFETENSORS_SINGLE_FILE)
-    if num_classes is not None and num_classes != model.num_classes:
-        model.reset_classifier(num_classes)
+    trained = ResNet.load(read_config(folder / CONFIG_NAME) | overrides, folder / SAFETENSORS_SINGLE_FILE)
+    if asked.items() <= trained.config.items():
+        return trained
+    model = ResNet(ResNetConfig.of(**trained.config | asked))
+    model.start_from(trained)
     return model
+
+
+def load_initial(place: str | os.PathLike[str]) -> ResNet:
+    """The trained network to start from: the folder of a finished run or of a saved model, or a shipped name.
+
+    Raises:
+        FileNotFoundError: there is no such network.
+    """
+    for folder in (Path(place) / "model", Path(place), WEIGHTS / place):
+        if os.fspath(place) and (folder / SAFETENSORS_SINGLE_FILE).exists():
+            return ResNet.from_pretrained(folder)
+    raise FileNotFoundError(
+        "init: expected the folder of a finished run or of a saved model, or one of "
+        f"{', '.join(list_models(pretrained=True))}; got {os.fspath(place)!r}"
+    )
 
 
 @dataclass(frozen=True)

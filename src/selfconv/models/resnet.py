@@ -187,6 +187,29 @@ class ResNet(
         like = self.stem.conv.weight
         self.fc = self._classifier(num_classes, device=like.device, dtype=like.dtype)
 
+    def start_from(self, other: ResNet) -> None:
+        """Takes the weights of a trained network of the same architecture, as a start for fine-tuning.
+
+        A classifier for another number of classes is left as it is. Where one network takes grey images and
+        the other colour, the first layer is adapted: a grey image gives what it gave as a colour image with
+        three equal channels, and a colour image what the mean of its channels gave.
+
+        Raises:
+            ValueError: the networks differ in more than that.
+        """
+        free = ("in_channels", "num_classes")
+        for key, value in self.config.items():
+            if key not in free and value != other.config[key]:
+                raise ValueError(
+                    f"expected a trained network of this architecture: {key} {value!r}; "
+                    f"got {other.config[key]!r}"
+                )
+        state = dict(other.state_dict())
+        state["stem.conv.weight"] = _for_channels(state["stem.conv.weight"], self.in_channels)
+        if other.num_classes != self.num_classes:
+            state |= {f"fc.{name}": value for name, value in self.fc.state_dict().items()}
+        self.load_state_dict(state)
+
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Whether training keeps only each block's input and computes the rest again when it is needed."""
         self.grad_checkpointing = enable
@@ -267,3 +290,13 @@ def _frozen_statistics(block: nn.Module) -> Iterator[None]:
     finally:
         for norm, (momentum, batches) in zip(norms, before, strict=True):
             norm.momentum, norm.num_batches_tracked = momentum, batches
+
+
+def _for_channels(weight: Tensor, channels: int) -> Tensor:
+    """The first layer's filters ``[out, in, k, k]`` for grey images instead of colour, or the reverse."""
+    own = weight.shape[1]
+    if own == channels:
+        return weight
+    if {own, channels} != {1, 3}:
+        raise ValueError(f"expected weights for images of {channels} channels; got weights for {own}")
+    return weight.sum(1, keepdim=True) if channels == 1 else weight.expand(-1, 3, -1, -1) / 3

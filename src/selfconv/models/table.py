@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 DEPTHS = (29, 83)
@@ -46,9 +47,20 @@ _SPATIAL_NAMES = {  # the paper's, and those of our controls
 }
 
 
-def list_models(pattern: str = "*") -> list[str]:
-    """The names that match a wildcard pattern, such as ``"p4*"`` or ``"*29_asc*"``."""
-    return [name for name in MODELS if fnmatchcase(name, pattern)]
+# a folder for each model that has weights, as save_pretrained writes it, and the record of their run
+WEIGHTS = Path(__file__).parent / "weights"
+
+
+def list_models(pattern: str = "*", *, pretrained: bool = False) -> list[str]:
+    """The names that match a wildcard pattern, such as ``"p4*"`` or ``"*29_asc*"``.
+
+    Args:
+        pretrained: list those that come with weights instead, for ``create_model(name, pretrained=True)``.
+            Each is a network and the data it was trained on, ``resnet29_asc.cifar10``, or a smaller network
+            whose whole description is with the weights, ``digits_asc``.
+    """
+    names = sorted(path.name for path in WEIGHTS.iterdir()) if pretrained else MODELS
+    return [name for name in names if fnmatchcase(name, pattern)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ def run_seconds(config: RunConfig, data: Dataset) -> float:
         images = next(iter(trainer.test))[0]
         with torch.inference_mode():
             test = _median_seconds(lambda: trainer.network(images)) / len(images)
-    sizes = config.recipe.sizes or (data.size,)
+    sizes = config.recipe.all_sizes(data.size)
     train *= sum(size**2 for size in sizes) / (len(sizes) * data.size**2)
     epoch = train * len(trainer.batches) + test * len(data.val)
     return config.recipe.epochs * epoch + (1 + len(VIEWS)) * test * len(data.test)

@@ -14,7 +14,7 @@ from typing import Any
 
 from selfconv.models import at_depth, model_facts, paper_label
 from selfconv.study import paper
-from selfconv.train import DataOptions, ModelOptions, Recipe, RunConfig, fast_recipe, paper_recipe
+from selfconv.train import RECIPES, DataOptions, ModelOptions, Recipe, RecipeName, RunConfig, paper_recipe
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,14 @@ class Trial:
     config: RunConfig
     label: str  # of its line
     group: str  # of lines that are meant to be compared
+    recipe: Mapping[str, Any] = field(default_factory=dict)  # what its line changes in the recipe
 
     @property
     def folder(self) -> str:
-        """Its place in the plan's folder: ``resnet29_asc-kernel_size=3/seed-0``."""
+        """Its place in the plan's folder: ``resnet29_asc-kernel_size=3-rotate=any/seed-0``."""
         model = self.config.model
         changed = {key: value for key, value in model.overrides().items() if value is not None}
-        options = "".join(f"-{key}={_text(value)}" for key, value in changed.items())
+        options = "".join(f"-{key}={_text(value)}" for key, value in (changed | {**self.recipe}).items())
         return f"{model.name}{options}/seed-{self.config.seed}"
 
     @property
@@ -52,7 +53,7 @@ class Plan:
 
     name: str
     title: str
-    source: str  # the data that it is meant for
+    source: str | None  # the data that it is meant for; None: any
     trials: tuple[Trial, ...]
     reduced: tuple[str, ...] = ()  # in what it is less than what its name stands for, as plain sentences
 
@@ -73,12 +74,12 @@ class Plan:
         reduced = list(self.reduced)
         if self.data.subset is not None and self.data.subset < train:
             reduced.insert(0, f"{self.data.subset:,} of {train:,} training images")
-        if data in ("cifar10", "cifar100"):
+        if self.source is not None and data in ("cifar10", "cifar100"):
             if test != paper.TEST_IMAGES:
                 reduced.insert(0, f"{test:,} test images instead of {paper.TEST_IMAGES:,}")
             if train != paper.TRAINING_IMAGES:
                 reduced.insert(0, f"data of {train:,} training images instead of {paper.TRAINING_IMAGES:,}")
-        if data != self.source:
+        if self.source not in (None, data):
             reduced.insert(0, f"{data} instead of {self.source}")
         return replace(self, reduced=tuple(reduced))
 
@@ -132,6 +133,7 @@ class Line:
     model: ModelOptions
     label: str
     group: str
+    recipe: Mapping[str, Any] = field(default_factory=dict)  # what it changes in the plan's recipe
 
 
 @dataclass(frozen=True)
@@ -142,9 +144,11 @@ class Outline:
     lines: Sequence[Line]
     seeds: int
     data: DataOptions = field(default_factory=lambda: DataOptions(source="cifar10"))
-    recipe: Mapping[str, Any] | None = None  # changes to the recipe for small data; None: the paper's recipe
+    recipe: RecipeName | None = None  # None: the one for the data
+    changes: Mapping[str, Any] = field(default_factory=dict)  # to that recipe
     whole: int | None = None  # runs of each network, of which ``seeds`` are a part; None: they are all
     reduced: tuple[str, ...] = ()
+    of_paper: bool = True  # whether it stands for an experiment of the paper, to be measured against it
 
 
 def _line_up(table: str, models: Sequence[str]) -> list[Line]:
@@ -178,6 +182,49 @@ DEMO_MODELS = (
     "resnet29", "resnet29_se", "resnet29_sasa", "resnet29_simple_asc", "resnet29_asc",
     "p4resnet29", FAIR_BASELINE, "p4resnet29_se", "p4resnet29_simple_asc", "p4resnet29_asc",
 )  # fmt: skip
+
+
+def _rotation_study() -> list[Line]:
+    """Networks with and without equivariance, each with and without rotated training images."""
+    lines = [
+        ("resnet29", "none"), ("resnet29", "any"), ("resnet29_asc", "any"),
+        (FAIR_BASELINE, "none"), ("p4resnet29_asc", "none"), ("p4resnet29_asc", "any"),
+    ]  # fmt: skip
+    return [
+        Line(
+            ModelOptions(name=model),
+            paper_label(model) + ", rotated in training" * (rotate != "none"),
+            "rotation",
+            {} if rotate == "none" else {"rotate": rotate},
+        )
+        for model, rotate in lines
+    ]
+
+
+def _controls() -> list[Line]:
+    """What else could explain the accuracy of ASC: its affine part, its window, its training."""
+    lines: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+        ("resnet29_asc", {}, {}, "ResNet29+ASC"),
+        ("resnet29_affine", {}, {}, "without attention (α = 1)"),
+        ("resnet29_asc", {"scale": "width"}, {}, "score scaled by the width"),
+        ("resnet29", {}, {}, "ResNet29, convolution 3×3"),
+        ("resnet29", {"kernel_size": 5}, {}, "convolution 5×5"),
+        ("resnet29_depthwise", {}, {}, "depthwise convolution 5×5"),
+        ("resnet29", {"zero_gamma": True}, {"warmup": 0.2}, "convolution 3×3, zero γ and warm-up as ASC has"),
+        ("p4resnet29_asc", {}, {}, "p4ResNet29+ASC"),
+        ("p4resnet29_asc", {"scale": "width"}, {}, "score scaled by the width"),
+        (FAIR_BASELINE, {}, {}, "p4ResNet29+pool, convolution 3×3"),
+    ]
+    return [
+        Line(
+            ModelOptions(name=model, **options),
+            label,
+            "planar networks" if (facts := model_facts(model)) is None or facts.planar else "p4 networks",
+            recipe,
+        )
+        for model, options, recipe, label in lines
+    ]
+
 
 OUTLINES: dict[str, Outline] = {
     "cifar10": Outline("CIFAR-10, ResNet29", _line_up("cifar10", (*PAPER_MODELS, FAIR_BASELINE)), paper.RUNS),
@@ -222,11 +269,28 @@ OUTLINES: dict[str, Outline] = {
         ),
         3,
     ),
+    "rotation": Outline(
+        "Images at every angle",
+        _rotation_study(),
+        1,
+        DataOptions(source="digits"),
+        "short",
+        {"epochs": 12, "sizes": None, "flip": False},
+        of_paper=False,
+    ),
+    "controls": Outline(
+        "Controls: what else could explain the accuracy",
+        _controls(),
+        3,
+        DataOptions(source="digits"),
+        of_paper=False,
+    ),
     "demo": Outline(
         "The paper's line-up in small, on digits",
         [_small(model) for model in DEMO_MODELS],
         3,
         DataOptions(source="digits", image_size=8),
+        "fast",
         {"epochs": 6, "warmup": 0.1},
         paper.RUNS,
         (
@@ -254,6 +318,8 @@ class Budget:
     """Another data set, or the same in a file: a name, a folder of images, or an .npz file."""
     models: str = "*"
     """Wildcard for the names of the networks."""
+    recipe: RecipeName | None = None
+    """Train by another recipe than the plan's: paper, fast or short."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "seeds", "subset"):
@@ -285,26 +351,31 @@ def make_plan(name: str, budget: Budget | None = None) -> Plan:
     trials = []
     for seed in range(seeds):
         for line in lines:
-            recipe = _recipe(outline, line.model.name, data.source)
-            recipe = recipe if budget.epochs is None else replace(recipe, epochs=budget.epochs)
+            recipe = replace(_recipe(outline, budget, line.model.name, data.source), **line.recipe)
             config = RunConfig(model=line.model, data=data, recipe=recipe, seed=seed)
-            trials.append(Trial(config, line.label, line.group))
+            trials.append(Trial(config, line.label, line.group, line.recipe))
     whole = outline.seeds if outline.whole is None else outline.whole
     epochs = [(t.config.recipe.epochs, paper_recipe(t.config.model.name).epochs) for t in trials]
+    epochs = epochs if outline.of_paper else []
+    other = outline.of_paper and budget.recipe not in (None, "paper")
     reduced = [
         *outline.reduced,
+        *([f"the recipe {budget.recipe!r} instead of the paper's"] * other),
         *(f"{count(ours, 'epoch')} instead of {papers}" for ours, papers in epochs if ours < papers),
         *([f"{count(seeds, 'run')} of each network instead of {whole}"] * (seeds < whole)),
         *([f"{len(lines)} of {len(outline.lines)} lines"] * (len(lines) < len(outline.lines))),
     ]
-    return Plan(name, outline.title, outline.data.source, tuple(trials), tuple(dict.fromkeys(reduced)))
+    source = outline.data.source if outline.of_paper else None
+    return Plan(name, outline.title, source, tuple(trials), tuple(dict.fromkeys(reduced)))
 
 
-def _recipe(outline: Outline, model: str, source: str) -> Recipe:
-    """The paper's, except for the digits, which must not be flipped."""
-    if outline.recipe is not None:
-        return replace(fast_recipe(model), **outline.recipe)
-    return fast_recipe(model) if source == "digits" else paper_recipe(model)
+def _recipe(outline: Outline, budget: Budget, model: str, source: str) -> Recipe:
+    """The plan's, or the one that the budget names; else that for the data: digits must not be flipped."""
+    name = budget.recipe or outline.recipe or ("fast" if source == "digits" else "paper")
+    changes = {} if budget.recipe is not None else dict(outline.changes)
+    if budget.epochs is not None:
+        changes["epochs"] = budget.epochs
+    return replace(RECIPES[name](model), **changes)
 
 
 def count(number: int, word: str) -> str:

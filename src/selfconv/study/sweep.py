@@ -266,7 +266,8 @@ def run_trial(config: RunConfig, folder: Path, watch: Watch | None, stop: StopSi
         record = train(config, folder, resume=True, quiet=True, watch=watch, stop=stop)
         if not (folder / "evaluation.json").exists():
             with stop.at_once():
-                evaluate(open_trained(folder), picture=False)
+                watch_evaluation = None if watch is None else lambda _, line: watch(1.0, line)
+                evaluate(open_trained(folder), pictures=False, watch=watch_evaluation)
     return record
 
 

@@ -9,10 +9,12 @@ from selfconv.train.config import (
     Engine,
     ModelOptions,
     Recipe,
+    RecipeName,
     RunConfig,
     differences,
     fast_recipe,
     paper_recipe,
+    short_recipe,
 )
 from selfconv.train.errors import (
     Diverged,
@@ -27,7 +29,7 @@ from selfconv.train.errors import (
 if TYPE_CHECKING:
     from selfconv.train.checkpoints import Checkpoint, load_last
     from selfconv.train.progress import Progress, Watch
-    from selfconv.train.record import EpochMetrics, Machine, Record
+    from selfconv.train.record import EpochMetrics, Machine, Record, initial_options
     from selfconv.train.runs import Run, open_data, read_metrics
     from selfconv.train.setup import build_model, make_accelerator
     from selfconv.train.signals import StopSignals
@@ -37,7 +39,7 @@ else:
         __name__,
         checkpoints=["Checkpoint", "load_last"],
         progress=["Progress", "Watch"],
-        record=["EpochMetrics", "Machine", "Record"],
+        record=["EpochMetrics", "Machine", "Record", "initial_options"],
         runs=["Run", "open_data", "read_metrics"],
         signals=["StopSignals"],
         setup=["build_model", "make_accelerator"],
@@ -58,6 +60,7 @@ __all__ = [
     "OutOfMemory",
     "Progress",
     "Recipe",
+    "RecipeName",
     "Record",
     "Run",
     "RunBusy",
@@ -70,11 +73,13 @@ __all__ = [
     "build_model",
     "differences",
     "fast_recipe",
+    "initial_options",
     "is_out_of_memory",
     "load_last",
     "make_accelerator",
     "open_data",
     "paper_recipe",
     "read_metrics",
+    "short_recipe",
     "train",
 ]

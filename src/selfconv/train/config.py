@@ -23,6 +23,8 @@ class ModelOptions:
 
     name: Annotated[str, arg(name="model", metavar="MODEL")] = "resnet29_asc"
     """Name of the model; `selfconv models` lists them."""
+    init: str | None = None
+    """Start from trained weights: the folder of a run or a saved model, or the name of a shipped one."""
     group: str | None = None
     """Symmetry group: z2, p4, p4m."""
     widths: tuple[int, int, int] | None = None
@@ -50,7 +52,7 @@ class ModelOptions:
 
     def overrides(self) -> dict[str, Any]:
         """The options that ``create_model`` takes beside the name."""
-        return {key: value for key, value in asdict(self).items() if key != "name"}
+        return {key: value for key, value in asdict(self).items() if key not in ("name", "init")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +103,8 @@ class Recipe:
     """Random crops after zero padding by this many pixels."""
     rotate: Literal["none", "quarter", "any"] = "none"
     """Random rotations: none, by multiples of 90°, or by any angle."""
-    sizes: tuple[int, ...] | None = None
-    """Training image sizes, each used for an equal part of the epochs; None: full size."""
+    sizes: tuple[float, ...] | None = None
+    """Sizes of the training images as fractions of the full size, one after another; None: full size."""
 
     def __post_init__(self) -> None:
         for name, least in (("epochs", 1), ("batch_size", 1), ("pad", 0)):
@@ -120,12 +122,20 @@ class Recipe:
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:
                 raise ValueError(f"{name}: expected 0 ≤ {name} < 1; got {value}")
-        if self.sizes is not None and (not self.sizes or min(self.sizes) < 1):
-            raise ValueError(f"sizes: expected one or more sides ≥ 1; got {list(self.sizes)}")
+        if self.sizes is not None and not (self.sizes and all(0 < size <= 1 for size in self.sizes)):
+            raise ValueError(f"sizes: expected one or more fractions, 0 < size ≤ 1; got {list(self.sizes)}")
 
-    def size_in(self, epoch: int) -> int | None:
-        """The side of the training images in an epoch; None is their own."""
-        return None if self.sizes is None else self.sizes[epoch * len(self.sizes) // self.epochs]
+    def size_in(self, epoch: int, full: int) -> int:
+        """The side of the training images in an epoch; each of ``sizes`` gets an equal part of the epochs.
+
+        Rounded to a multiple of 4, which halves exactly twice, so p4 networks stay exact.
+        """
+        size = 1.0 if self.sizes is None else self.sizes[epoch * len(self.sizes) // self.epochs]
+        return full if size == 1 else min(full, max(4, 4 * round(size * full / 4)))
+
+    def all_sizes(self, full: int) -> list[int]:
+        """The side of the training images in every epoch."""
+        return [self.size_in(epoch, full) for epoch in range(self.epochs)]
 
 
 def paper_recipe(model: str = "resnet29") -> Recipe:
@@ -142,7 +152,20 @@ def fast_recipe(model: str = "resnet29") -> Recipe:
     )
 
 
-RECIPES = {"paper": paper_recipe, "fast": fast_recipe}
+def short_recipe(model: str = "resnet29") -> Recipe:
+    """For 10 to 30 epochs of CIFAR on a CPU: small images first. Chosen by a search: docs/training.md."""
+    return Recipe(
+        epochs=15,
+        batch_size=64,
+        schedule="cosine",
+        warmup=0.2,
+        weight_decay=5e-4,
+        sizes=(0.625, 0.75, 0.875, 1.0),
+    )
+
+
+RECIPES = {"paper": paper_recipe, "fast": fast_recipe, "short": short_recipe}
+RecipeName = Literal["paper", "fast", "short"]
 
 
 def default_recipe(source: str) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from selfconv._files import parse_json
+from selfconv._files import parse_json, read_as
 from selfconv.data import DataInfo
-from selfconv.train.config import RunConfig
+from selfconv.models import WEIGHTS, list_models
+from selfconv.train.config import ModelOptions, RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,3 +106,22 @@ def _check_range(holder: object, least: float, most: float | None, *names: str) 
         value = getattr(holder, name)
         if value is not None and not (least <= value and (most is None or value <= most)):
             raise ValueError(f"{name}: expected a number, {limits}; got {value!r}")
+
+
+def initial_options(place: str) -> ModelOptions:
+    """The options of the trained network that ``--init`` names.
+
+    Raises:
+        ValueError: its record is not there, so ``--model`` has to name the network.
+    """
+    file = (WEIGHTS / place if place in list_models(pretrained=True) else Path(place)) / "record.json"
+    if not file.is_file():
+        raise ValueError(
+            f"init: expected a finished run, a saved model with its {file.name}, or one of "
+            f"{', '.join(list_models(pretrained=True))}; got {place!r} (for others, give --model too)"
+        )
+    record = read_as(Record, file)
+    known = ModelOptions().overrides()  # all of them: a default may have been another when it was trained
+    given = {name: value for name, value in record.model_config.items() if name in known}
+    given["widths"] = tuple(given["widths"])
+    return replace(record.config.model, init=place, **given)

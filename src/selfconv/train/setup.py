@@ -46,7 +46,7 @@ def build_model(config: RunConfig, info: DataInfo) -> ResNet:
             f"{config.model.name}: weights of {needed / 1e9:.1f} GB; this machine has {memory / 1e9:.1f} GB"
         )
     with torch.no_grad():
-        for size in {info.size, *(config.recipe.sizes or ())}:
+        for size in {info.size, *config.recipe.all_sizes(info.size)}:
             shapeless(torch.empty(1, info.in_channels, size, size, device="meta"))
     return _create(config, info)
 

@@ -23,7 +23,7 @@ from selfconv._files import parse, write_json
 from selfconv._memory import keep_memory
 from selfconv._text import escape_for_terminal, format_duration
 from selfconv.data import Batches, DataInfo, Dataset
-from selfconv.models import ResNet, count_parameters, mismatches
+from selfconv.models import ResNet, count_parameters, load_initial, mismatches
 from selfconv.train import checkpoints
 from selfconv.train.checkpoints import Checkpoint
 from selfconv.train.config import RunConfig
@@ -180,9 +180,12 @@ class Trainer:
     def __init__(self, config: RunConfig, data: Dataset, accelerator: Accelerator) -> None:
         recipe, engine = config.recipe, config.engine
         self.config, self.recipe, self.accelerator = config, recipe, accelerator
-        self.state = State()
+        self.state, self.image_size = State(), data.size
         torch.manual_seed(config.seed)
-        self.network = build_model(config, DataInfo.of(data)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        network = build_model(config, DataInfo.of(data))
+        if config.model.init is not None:
+            network.start_from(load_initial(config.model.init))
+        self.network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if accelerator.num_processes > 1 and engine.sync_batch_norm:
             sync_batch_norm(self.network)
         self.model, self.optimizer = accelerator.prepare(self.network, make_optimizer(self.network, recipe))
@@ -273,7 +276,7 @@ class Trainer:
         every = 1 if device.type == "cpu" else 10
         began, seconds_before, saved = time.monotonic(), state.seconds, time.monotonic()
         pending = torch.zeros(3, device=device)  # totals of the steps that nobody has looked at yet
-        size = self.recipe.size_in(state.epoch)
+        size = self.recipe.size_in(state.epoch, self.image_size)
         for images, labels in self.batches.epoch(state.epoch, state.step, size=size):
             pending += self.step(images, labels)
             if state.step % every and state.step < steps:

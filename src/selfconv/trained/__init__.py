@@ -7,10 +7,10 @@ from selfconv.trained.evaluation import (
     confusion_figure,
     evaluate,
     evaluate_model,
-    logits,
 )
 from selfconv.trained.exporting import export
 from selfconv.trained.model import TrainedModel, open_trained
+from selfconv.trained.outputs import logits
 from selfconv.trained.prediction import Prediction, predict
 from selfconv.trained.rotation import RotationCurve, rotation_curve, rotation_figure
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -15,38 +17,27 @@ from torch import Tensor, nn
 
 from selfconv._files import write_atomically, write_json
 from selfconv._text import escape_for_terminal
-from selfconv.data import Batches, DataInfo, Split
+from selfconv.data import DataInfo, Split
 from selfconv.groups import P4
 from selfconv.testing import relative_error
+from selfconv.train import Watch
 from selfconv.trained.model import TrainedModel
+from selfconv.trained.outputs import logits
+from selfconv.trained.rotation import (
+    STEP,
+    RotationCurve,
+    rotation_curve,
+    rotation_figure,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-BATCH_SIZE = 256
-BATCH_PIXELS = BATCH_SIZE * 64 * 64  # of larger images a batch has fewer
 UPRIGHT, *TURNS = P4.element_names
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     **{name: partial(P4.act_planar, s=s) for s, name in enumerate(P4.element_names)},
     "mirrored": lambda x: x.flip(-1),
 }
-
-
-@torch.inference_mode()
-def logits(model: nn.Module, split: Split, info: DataInfo, view: Callable[[Tensor], Tensor]) -> Tensor:
-    """The model's outputs ``[N, classes]`` for all images of a split, seen in some way.
-
-    Raises:
-        ValueError: some of them are infinite or not numbers.
-    """
-    size = max(1, min(BATCH_SIZE, BATCH_PIXELS // info.size**2))
-    batches = Batches(split, size, mean=info.mean, std=info.std)
-    model.eval()
-    parts = [model(view(images).contiguous(memory_format=torch.channels_last)) for images, _ in batches]
-    outputs = torch.cat(parts).float()
-    if not outputs.isfinite().all():
-        raise ValueError("expected outputs that are numbers; the model's are infinite or nan for some images")
-    return outputs
 
 
 @dataclass(frozen=True)
@@ -61,6 +52,7 @@ class Evaluation:
     class_accuracy: dict[str, float | None]  # None: no such image in the test
     confusion: list[list[int]]  # [true class][predicted class]
     equivariance_error: float  # of the logits under quarter turns, relative to the largest
+    rotation: RotationCurve  # accuracy at every angle
 
     def __post_init__(self) -> None:
         """It may have been read from a file: what can be counted again is."""
@@ -97,6 +89,9 @@ class Evaluation:
         for name, value in self.accuracy_under.items():
             views.add_row(name, f"{value:.2%}")
         views.add_row("change of the logits under quarter turns", f"{self.equivariance_error:.1e}")
+        every = f"every {STEP}°, in a round mask"
+        views.add_row(f"{every}: mean", f"{self.rotation.mean:.2%}")
+        views.add_row(f"{every}: lowest, at {self.rotation.worst_angle}°", f"{self.rotation.worst:.2%}")
         classes = Table("class")
         classes.add_column("accuracy", justify="right")
         classes.add_column("most often taken for")
@@ -112,10 +107,21 @@ class Evaluation:
         return Group(title, views, classes)
 
 
-def evaluate_model(model: nn.Module, split: Split, info: DataInfo) -> Evaluation:
-    """Accuracy on a split, of each class, and under quarter turns and a flip."""
+def evaluate_model(model: nn.Module, split: Split, info: DataInfo, watch: Watch | None = None) -> Evaluation:
+    """Accuracy on a split, of each class, under quarter turns and a flip, and at every angle.
+
+    Args:
+        watch: called with the share that is done, and a line on what is being done.
+    """
     labels = split.labels
-    outputs = {name: logits(model, split, info, view) for name, view in VIEWS.items()}
+    outputs = {}
+    for number, (name, view) in enumerate(VIEWS.items()):
+        if watch is not None:
+            watch(number / (2 * len(VIEWS)), f"evaluating, {name}")
+        outputs[name] = logits(model, split, info, view)
+    curve = rotation_curve(
+        model, split, info, None if watch is None else lambda share, line: watch((1 + share) / 2, line)
+    )
     upright = outputs[UPRIGHT]
     classes = len(info.class_names)
     counts = torch.bincount(labels * classes + upright.argmax(1), minlength=classes**2).view(classes, classes)
@@ -132,6 +138,7 @@ def evaluate_model(model: nn.Module, split: Split, info: DataInfo) -> Evaluation
         },
         confusion=counts.tolist(),
         equivariance_error=max(relative_error(outputs[view], upright) for view in TURNS),
+        rotation=curve,
     )
 
 
@@ -139,26 +146,36 @@ def _accuracy(outputs: Tensor, labels: Tensor) -> float:
     return (outputs.argmax(1) == labels).sum().item() / len(labels)
 
 
-def evaluate(trained: TrainedModel, *, picture: bool = True) -> Evaluation:
-    """Evaluates a model on the test images of its data set, and keeps the result in its run's folder.
+def evaluate(
+    trained: TrainedModel,
+    data: str | os.PathLike[str] | None = None,
+    *,
+    pictures: bool = True,
+    watch: Watch | None = None,
+) -> Evaluation:
+    """Evaluates a model on test images, and keeps the result in its run's folder.
 
-    Writes ``evaluation.json`` there, and ``confusion.png`` if matplotlib is there and a picture is wanted;
-    nothing for a model that is not in a run's folder.
+    Writes ``evaluation.json`` there, and ``confusion.png`` and ``rotation.png`` if matplotlib is there and
+    pictures are wanted; nothing for a model that is not in a run's folder, or for other data than its own.
+
+    Args:
+        data: a data set as ``load_data`` takes it; by default the one that the model was trained on.
+        watch: called with the share that is done, and a line on what is being done.
     """
-    data = trained.open_data()
+    dataset = trained.open_data(data)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = torch.device("cpu") if device is None else device
-    evaluation = evaluate_model(trained.model.to(device), data.test.to(device), trained.data)
-    if trained.run_folder is None:
+    evaluation = evaluate_model(trained.model.to(device), dataset.test.to(device), trained.data, watch)
+    if trained.run_folder is None or dataset.digest != trained.data.digest:
         return evaluation
     write_json(trained.run_folder / "evaluation.json", asdict(evaluation))
-    if not picture:
+    if not pictures or find_spec("matplotlib") is None:  # the numbers are in the file
         return evaluation
-    try:
-        figure = confusion_figure(evaluation)
-    except ModuleNotFoundError:
-        return evaluation  # no matplotlib: the numbers are in the file
-    save_figure(figure, trained.run_folder / "confusion.png")
+    save_figure(confusion_figure(evaluation), trained.run_folder / "confusion.png")
+    save_figure(
+        rotation_figure({trained.name: evaluation.rotation}, escape_for_terminal(evaluation.data)),
+        trained.run_folder / "rotation.png",
+    )
     return evaluation
 
 

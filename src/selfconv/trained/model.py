@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from selfconv._files import file_sha256, read_as
 from selfconv._memory import machine_memory
 from selfconv.data import DataInfo, Dataset, normalise, read_image
-from selfconv.models import WEIGHTS, ResNet, ResNetConfig, check_finite, list_pretrained, mismatches
+from selfconv.models import WEIGHTS, ResNet, ResNetConfig, check_finite, list_models, mismatches
 from selfconv.train import Record, Run, RunConfig, RunError, build_model, load_last, open_data, read_metrics
 
 MAPS_AT_A_TIME = 4  # about as many feature maps are in memory at once
@@ -58,11 +58,24 @@ class TrainedModel:
             )
         return self._training
 
-    def open_data(self) -> Dataset:
-        """The data set that the model was trained on, if it is still there."""
-        data = open_data(self.config)
-        if data.digest != self.data.digest:
-            raise RunError(f"{self.name}: the data set {data.name} has changed since this model was trained")
+    def open_data(self, source: str | os.PathLike[str] | None = None) -> Dataset:
+        """The data set that the model was trained on, if it is still there; or another with the same classes.
+
+        Args:
+            source: of the other data set, as ``load_data`` takes it; its images get the model's size.
+        """
+        if source is None:
+            data = open_data(self.config)
+            if data.digest != self.data.digest:
+                raise RunError(f"{self.name}: the data set {data.name} has changed since it was trained")
+            return data
+        config = self.config.replaced("data", source=os.fspath(source))
+        data = open_data(config)
+        if data.size != self.data.size:
+            data = open_data(config.replaced("data", image_size=self.data.size))
+        (ours, theirs) = (_classes_and_channels(info) for info in (self.data, DataInfo.of(data)))
+        if self.data.class_names != list(data.class_names) or self.data.in_channels != data.in_channels:
+            raise RunError(f"{self.name}: expected images of {ours}; {os.fspath(source)} has {theirs}")
         return data
 
     def read_image(self, path: str | os.PathLike[str]) -> Tensor:
@@ -79,14 +92,14 @@ def open_trained(place: str | os.PathLike[str]) -> TrainedModel:
 
     Args:
         place: the folder of a run (of one that has not finished, the weights of its last checkpoint), a
-            folder that ``save_pretrained`` wrote, or one of ``selfconv.models.list_pretrained()``.
+            folder that ``save_pretrained`` wrote, or one of ``selfconv.list_models(pretrained=True)``.
 
     Raises:
         RunError: there is no such model, its files are damaged or contradict each other, or this machine has
             too little memory for its images.
     """
     name, folder = os.fspath(place), Path(place)
-    names = ", ".join(list_pretrained())
+    names = ", ".join(list_models(pretrained=True))
     expected = f"expected the folder of a run or of a saved model, or one of {names}"
     if not name:  # Path("") is the working directory
         raise RunError(f"{expected}; got an empty name")
@@ -95,7 +108,7 @@ def open_trained(place: str | os.PathLike[str]) -> TrainedModel:
             return _open_saved(folder.resolve().name, folder)
         if Run(folder).exists:
             return _open_run(Run(folder))
-        if name in list_pretrained():
+        if name in list_models(pretrained=True):
             return _open_saved(name, WEIGHTS / name)
     except RunError:
         raise
@@ -204,3 +217,8 @@ def _check_images(model: ResNet, info: DataInfo, folder: Path) -> None:
             f"{folder}: images of {info.size}×{info.size} need about {needed / 1e9:.1f} GB of memory; "
             f"this machine has {memory / 1e9:.1f} GB"
         )
+
+
+def _classes_and_channels(info: DataInfo) -> str:
+    names, channels = info.class_names, {1: "grey", 3: "colour"}[info.in_channels]
+    return f"{len(names)} classes ({', '.join(names[:3])}{', …' * (len(names) > 3)}) in {channels}"

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from selfconv.data import IMAGE_SUFFIXES, DataError, Split, read_image
-from selfconv.trained.evaluation import logits
 from selfconv.trained.model import TrainedModel
+from selfconv.trained.outputs import logits
 
 FILES, PIXELS = 1024, 2**24  # to be read at a time, at most
 

@@ -17,12 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfconv.data import DataInfo, Split
-from selfconv.trained.evaluation import logits
+from selfconv.train import Watch
+from selfconv.trained.outputs import logits
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STEP = 15  # degrees
+ANGLES = range(0, 360, STEP)
 MOST_IMAGES = 2000  # a curve is 24 evaluations; so many images leave a standard error of at most 1.1 points
 
 
@@ -32,7 +34,13 @@ class RotationCurve:
 
     angles: list[int]  # degrees, counter-clockwise
     accuracy: list[float]
-    images: int  # the first of the test images, evenly spaced, if it has more
+    images: int  # of the test images, evenly spaced
+
+    def __post_init__(self) -> None:
+        if self.angles != [*ANGLES] or len(self.accuracy) != len(ANGLES):
+            raise ValueError(f"expected an accuracy at every multiple of {STEP}°; got {self.angles}")
+        if not all(0 <= value <= 1 for value in self.accuracy) or self.images < 1:
+            raise ValueError("expected accuracies from 0 to 1, of one image or more; got others")
 
     @property
     def mean(self) -> float:
@@ -41,6 +49,10 @@ class RotationCurve:
     @property
     def worst(self) -> float:
         return min(self.accuracy)
+
+    @property
+    def worst_angle(self) -> int:
+        return self.angles[self.accuracy.index(self.worst)]
 
 
 def turn(images: Tensor, degrees: float) -> Tensor:
@@ -64,22 +76,29 @@ def round_mask(height: int, width: int) -> Tensor:
     return (rows[:, None] ** 2 + columns**2 <= radius**2).float()
 
 
-def rotation_curve(model: nn.Module, split: Split, info: DataInfo) -> RotationCurve:
-    """The accuracy of a model on a split at every multiple of 15°."""
+def rotation_curve(
+    model: nn.Module, split: Split, info: DataInfo, watch: Watch | None = None
+) -> RotationCurve:
+    """The accuracy of a model on a split at every multiple of 15°.
+
+    Args:
+        watch: called with the share that is done, and a line on what is being done.
+    """
     count = min(len(split), MOST_IMAGES)
     chosen = torch.arange(count, device=split.labels.device) * len(split) // count
     part = Split(split.images[chosen], split.labels[chosen])
     mask = round_mask(*part.images.shape[-2:]).to(part.images.device)
-    angles = list(range(0, 360, STEP))
 
     def seen(degrees: int) -> Callable[[Tensor], Tensor]:
         return lambda images: turn(images * mask, degrees) * mask
 
     accuracy = []
-    for degrees in angles:
+    for degrees in ANGLES:
+        if watch is not None:
+            watch(degrees / 360, f"evaluating, turned by {degrees}°")
         correct = logits(model, part, info, seen(degrees)).argmax(1) == part.labels
         accuracy.append(correct.sum().item() / count)
-    return RotationCurve(angles, accuracy, count)
+    return RotationCurve([*ANGLES], accuracy, count)
 
 
 def rotation_figure(curves: dict[str, RotationCurve], title: str) -> Figure:

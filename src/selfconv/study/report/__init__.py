@@ -16,6 +16,7 @@ from selfconv.study.report.figures import (
     ablation_picture,
     accuracy_picture,
     curves_picture,
+    rotation_picture,
 )
 from selfconv.study.report.page import Part, html, markdown, pictures_of
 from selfconv.study.report.read import read
@@ -65,8 +66,11 @@ def _part(study: Study, names: set[str]) -> Part:
     pictures = {}
     for group in study.groups:
         found = [] if ablation else [accuracy_picture(_name(names, "accuracy", group.title), group)]
-        curves = curves_picture(_name(names, "curves", group.title), group)
-        pictures[group.title] = [*found, *([curves] if curves is not None else [])]
+        drawn = [
+            rotation_picture(_name(names, "rotation", group.title), group),
+            curves_picture(_name(names, "curves", group.title), group),
+        ]
+        pictures[group.title] = [*found, *(picture for picture in drawn if picture is not None)]
     return Part(study, overview, pictures)
 
 

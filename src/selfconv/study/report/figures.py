@@ -196,6 +196,45 @@ def curves_picture(name: str, group: Group) -> Picture | None:
     )
 
 
+def rotation_picture(name: str, group: Group) -> Picture | None:
+    """Accuracy against the angle of the test images, a line for each row; None if it was not measured."""
+    rows = [row for row in group.rows if row.at_angles]
+    if not rows:
+        return None
+
+    def draw(figure: Figure, wide: bool) -> None:
+        axes = figure.add_subplot()
+        dashes = ("-", "--", ":", "-.")
+        seen: dict[tuple[str, str], int] = {}
+        for row in rows:
+            colour, shape = _look(row.facts)
+            number = seen.setdefault((colour, shape), 0)  # the same network, trained in another way
+            seen[colour, shape] += 1
+            angles, values = [*row.at_angles], [sample.mean for sample in row.at_angles.values()]
+            axes.plot(
+                [*angles, 360], [*values, values[0]], color=colour, marker=shape, markersize=4,
+                linestyle=dashes[number % len(dashes)], linewidth=1.3, label=_safe(row.label, 44),
+            )  # fmt: skip
+        axes.set_xticks(range(0, 361, 45 if wide else 90))
+        axes.xaxis.set_major_formatter("{x:.0f}°")
+        axes.set_xlabel("angle of the test images")
+        axes.set_ylabel("accuracy, %")
+        figure.legend(
+            loc="outside right upper" if wide else "outside lower left", fontsize=7.5, frameon=False
+        )
+
+    images = max(t.rotation.images for row in rows for t in row.trials if t.rotation is not None)
+    values = "; ".join(f"{row.label} {row.every_angle.mean:.1f}" for row in rows if row.every_angle)
+    return _picture(
+        name,
+        f"Accuracy in percent at every angle, {group.title}. Means over all angles: {values}.",
+        f"Accuracy on {images:,} test images turned by every multiple of 15°, seen through a round mask: "
+        "the mean over runs. An equivariant network's line repeats every quarter turn.",
+        draw,
+        heights=(3.6, 3.4 + 0.18 * len(rows)),
+    )
+
+
 # ---- parts ----
 
 

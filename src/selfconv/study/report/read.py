@@ -15,7 +15,7 @@ from selfconv.models import ModelFacts, model_facts
 from selfconv.study import paper
 from selfconv.study.plans import Failure, PlanFile
 from selfconv.train import Machine, Record, RunConfig, read_metrics
-from selfconv.trained import Evaluation
+from selfconv.trained import Evaluation, RotationCurve
 
 PLAN, FAILED = "plan.json", "failed.json"
 NO_MATTER = ("source", "device", "checkpoint_minutes")  # options that say where and how often, not what
@@ -55,6 +55,7 @@ class Trial:
     accuracy: float
     turned: float | None  # the mean over quarter turns of the test images, upright ones left out
     equivariance_error: float | None
+    rotation: RotationCurve | None  # accuracy at every angle
     images_per_second: float
     seconds: float
     images: dict[str, int]  # in each part of the data
@@ -203,6 +204,7 @@ def _trial(folder: Path, name: str, place: Place | None) -> Trial:
         accuracy=100 * record.test_accuracy,
         turned=None if evaluation is None else 100 * evaluation.turned_accuracy,
         equivariance_error=None if evaluation is None else evaluation.equivariance_error,
+        rotation=None if evaluation is None else evaluation.rotation,
         images_per_second=record.images_per_second,
         seconds=record.train_seconds,
         images=data.images,

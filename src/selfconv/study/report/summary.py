@@ -41,6 +41,20 @@ class Row:
         return _sample(t.turned for t in self.trials)
 
     @property
+    def at_angles(self) -> dict[int, Sample]:
+        """The accuracy at each angle; empty if it was not measured."""
+        curves = [trial.rotation for trial in self.trials if trial.rotation is not None]
+        if not curves:
+            return {}
+        values = [[100 * accuracy for accuracy in curve.accuracy] for curve in curves]
+        return {angle: Sample.of(each) for angle, *each in zip(curves[0].angles, *values, strict=True)}
+
+    @property
+    def every_angle(self) -> Sample | None:
+        """The mean over all angles."""
+        return _sample(100 * t.rotation.mean for t in self.trials if t.rotation is not None)
+
+    @property
     def images_per_second(self) -> Sample | None:
         return _sample(t.images_per_second for t in self.trials)
 
@@ -104,6 +118,41 @@ class Group:
     def line_up(self) -> bool:
         """Whether its rows are different models, to which claims about models apply."""
         return len(self.outcomes) == sum(bool(row.trials) for row in self.rows) > 1
+
+
+def advice(group: Group) -> str | None:
+    """Which network to take, in a sentence for images at any angle and one for upright images.
+
+    Of networks that one standard error of the images does not tell apart, the one with the fewest
+    parameters is named.
+    """
+    rows = [row for row in group.rows if row.every_angle is not None]
+    if len(rows) < 2:
+        return None
+    turned, upright = _best(rows, lambda row: row.every_angle), _best(rows, lambda row: row.accuracy)
+    worst = min(turned.at_angles.items(), key=lambda item: item[1].mean)
+    assert turned.every_angle is not None
+    assert upright.accuracy is not None
+    text = (
+        f"For images at any angle: {turned.label}, {turned.every_angle.mean:.1f}% on average over all angles "
+        f"and {worst[1].mean:.1f}% at the worst, {worst[0]}°."
+    )
+    if upright is turned:
+        return f"{text} It is the best for upright images too, with {upright.accuracy.mean:.1f}%."
+    assert upright.every_angle is not None
+    return (
+        f"{text} For upright images: {upright.label}, {upright.accuracy.mean:.1f}%, which has "
+        f"{upright.every_angle.mean:.1f}% on average over all angles."
+    )
+
+
+def _best(rows: Sequence[Row], measure: Callable[[Row], Sample | None]) -> Row:
+    values = {row.label: sample.mean for row in rows if (sample := measure(row)) is not None}
+    images = min(t.rotation.images for row in rows for t in row.trials if t.rotation is not None)
+    top = max(values.values()) / 100
+    error = 100 * (top * (1 - top) / images) ** 0.5
+    close = [row for row in rows if values.get(row.label, 0.0) >= 100 * top - error]
+    return min(close, key=lambda row: (row.parameters or 0, -values[row.label]))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from selfconv.study import paper
 from selfconv.study.claims import signed
-from selfconv.study.report.summary import Group, Row
+from selfconv.study.report.summary import Group, Row, advice
 from selfconv.study.samples import Sample
 
 NONE = "–"
@@ -34,6 +34,8 @@ def columns(group: Group) -> list[Column]:
     ]
     if any(row.turned for row in group.rows):
         found.append(Column("Turned images, %", lambda row: _mean(row.turned), OURS))
+    if any(row.every_angle for row in group.rows):
+        found.append(Column("Every angle, %", lambda row: _mean(row.every_angle), OURS))
     if any(row.equivariance_error is not None for row in group.rows):
         found.append(Column("Equivariance error", _error, OURS))
     if any(row.images_per_second for row in group.rows):
@@ -109,6 +111,11 @@ def notes(group: Group) -> list[str]:
         found.append(paper.TABLES[group.table].note)
     if any(row.turned for row in group.rows):
         found.append("Turned images: the mean accuracy on the test images turned by 90°, 180° and 270°.")
+    if any(row.every_angle for row in group.rows):
+        found.append(
+            "Every angle: the mean accuracy on test images turned by every multiple of 15°, seen through a "
+            "round mask, so that the corners do not tell the angle."
+        )
     if any(row.equivariance_error is not None for row in group.rows):
         found.append(
             "Equivariance error: the largest relative change of outputs under quarter turns, over all runs."
@@ -117,6 +124,8 @@ def notes(group: Group) -> list[str]:
         found.append("Images/s: in training, the mean over runs.")
     if group.shared:
         found.append("Other than by default, in all runs: " + _listed(group.shared) + ".")
+    if (sentence := advice(group)) is not None:
+        found.append(sentence)
     return found
 
 

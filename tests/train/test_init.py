@@ -32,9 +32,10 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_another_number_of_classes_gets_a_new_head(name: str, old: int, new: int) -> None:
     trained, model = create_model(name, old, **SMALL), create_model(name, new, **SMALL)
-    head = model.fc.weight.clone()
+    head = model.state_dict()["fc.weight"].clone()
     model.start_from(trained)
-    assert torch.equal(model.fc.weight, trained.fc.weight if old == new else head)
+    kept = trained.state_dict()["fc.weight"] if old == new else head
+    assert torch.equal(model.state_dict()["fc.weight"], kept)
     x = torch.randn(2, 3, 8, 8)
     torch.testing.assert_close(model.forward_features(x), trained.forward_features(x))
 
@@ -72,7 +73,7 @@ def test_another_architecture_is_refused_and_nothing_is_changed(other: dict[str,
 
 def test_a_run_from_a_run(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The network is the other's without a word; a rate of almost 0 leaves its weights where they were."""
-    options = ["--data", work / "tiny.npz", "--epochs", "1", "--lr", "1e-12", "--weight-decay", "0"]
+    options: list[str | Path] = ["--data", work / "tiny.npz", "--epochs", "1", "--lr", "1e-12", "--weight-decay", "0"]
     out = tmp_path / "tuned"
     assert run_cli("train", *options, "--init", work / "run", "--out", out) == 0, capsys.readouterr().err
     config = json.loads((out / "config.json").read_text())["model"]
@@ -83,7 +84,7 @@ def test_a_run_from_a_run(work: Path, tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_shipped_name(tmp_path: Path, work: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--data", work / "tiny.npz", "--epochs", "1", "--out", tmp_path / "run"]
+    options: list[str | Path] = ["--data", work / "tiny.npz", "--epochs", "1", "--out", tmp_path / "run"]
     assert run_cli("train", *options, "--init", "digits_asc") == 0, capsys.readouterr().err
     tuned, shipped = load_initial(tmp_path / "run"), load_initial("digits_asc")
     assert tuned.config == shipped.config  # also where a default has changed since it was trained

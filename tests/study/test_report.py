@@ -377,8 +377,10 @@ def test_every_angle(tmp_path: Path) -> None:
 
 def test_of_equals_the_smaller_network_is_named(tmp_path: Path) -> None:
     """100 images tell accuracies of 80% apart by 4 points, not by 1."""
-    for model, accuracy in (("resnet29", 0.81), ("resnet29_asc", 0.8)):
-        make_run(tmp_path / model, model=model, data="digits", accuracy=accuracy, turned=[accuracy] * 3)
+    for model, accuracy, parameters in (("resnet29", 0.81, 313_114), ("resnet29_asc", 0.8, 267_754)):
+        turned = [accuracy] * 3
+        folder = tmp_path / model
+        make_run(folder, model=model, data="digits", accuracy=accuracy, turned=turned, parameters=parameters)
     sentence = advice(only_group(tmp_path))
     assert sentence is not None
     assert "ResNet29+ASC, 80.0% on average" in sentence

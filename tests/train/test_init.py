@@ -73,9 +73,19 @@ def test_another_architecture_is_refused_and_nothing_is_changed(other: dict[str,
 
 def test_a_run_from_a_run(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The network is the other's without a word; a rate of almost 0 leaves its weights where they were."""
-    options: list[str | Path] = ["--data", work / "tiny.npz", "--epochs", "1", "--lr", "1e-12", "--weight-decay", "0"]
+    options: list[str | Path] = [
+        "--data",
+        work / "tiny.npz",
+        "--epochs",
+        "1",
+        "--lr",
+        "1e-12",
+        "--weight-decay",
+        "0",
+    ]
     out = tmp_path / "tuned"
-    assert run_cli("train", *options, "--init", work / "run", "--out", out) == 0, capsys.readouterr().err
+    options += ["--lr", "1e-12", "--init", work / "run", "--out", out]
+    assert run_cli("train", *options) == 0, capsys.readouterr().err
     config = json.loads((out / "config.json").read_text())["model"]
     assert (config["name"], config["depth"], config["init"]) == ("resnet29_asc", 11, str(work / "run"))
     ours, theirs = (ResNet.from_pretrained(folder / "model") for folder in (out, work / "run"))

@@ -6,7 +6,8 @@ import json as json_module
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -39,20 +40,12 @@ def evaluate(trained: Positional[TrainedPlace], /, *, data: str | None = None, j
         data: Data set with the test images; by default the one that the model was trained on.
         json: Print JSON instead of tables.
     """
-    from rich.console import Console
-    from rich.progress import Progress
-
     from selfconv.trained import evaluate as evaluate_trained
     from selfconv.trained import open_trained
 
     opened = open_trained(trained)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("evaluating", total=1.0)
-        evaluation = evaluate_trained(
-            opened,
-            data,
-            watch=lambda share, line: progress.update(task, completed=share, description=line),
-        )
+    with _progress("evaluating") as watch:
+        evaluation = evaluate_trained(opened, data, watch=watch)
     if json:
         print(json_module.dumps(asdict(evaluation)))
     else:
@@ -325,6 +318,21 @@ def explore(
     from selfconv.explorer import explore as serve
 
     serve(trained, host=host, port=port, open_page=open)
+
+
+@contextmanager
+def _progress(title: str) -> Iterator[Callable[[float, str], None] | None]:
+    """Yields what shows the share that is done and a line, on a terminal; None elsewhere."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task(title, total=1.0)
+        yield lambda share, line: progress.update(task, completed=share, description=line)
 
 
 def print_table(table: Any) -> None:

@@ -18,7 +18,6 @@ from selfconv.train import (
     Recipe,
     RecipeName,
     RunConfig,
-    initial_options,
 )
 
 
@@ -45,6 +44,8 @@ def train_command(args: Sequence[str]) -> Callable[..., None]:
         out = Path(given.out) if given.out is not None else _default_out(base)
         base = RunConfig.load(out) if (out / "config.json").is_file() else base
     if given.init is not None and given.model is None:
+        from selfconv.train import initial_options
+
         base = replace(base, model=initial_options(given.init))
     recipe = base.recipe
     if given.recipe in RECIPES:

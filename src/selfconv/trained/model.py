@@ -67,7 +67,9 @@ class TrainedModel:
         if source is None:
             data = open_data(self.config)
             if data.digest != self.data.digest:
-                raise RunError(f"{self.name}: the data set {data.name} has changed since it was trained")
+                raise RunError(
+                    f"{self.name}: the data set {data.name} has changed since this model was trained"
+                )
             return data
         config = self.config.replaced("data", source=os.fspath(source))
         data = open_data(config)

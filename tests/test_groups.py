@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 
 import pytest
 import torch
+from helpers.cases import D3, TILTED
+from torch import Tensor
 
-from selfconv.groups import GROUPS, IDENTITY, QUARTER_TURN, Group, get_group
+from selfconv.groups import GROUPS, IDENTITY, QUARTER_TURN, Group, cyclic, get_group
 
 HALF_TURN = ((-1, 0), (0, -1))
 C2 = Group("c2", (IDENTITY, HALF_TURN))
-every_group = pytest.mark.parametrize("group", [*GROUPS.values(), C2], ids=str)
+EVERY = [*GROUPS.values(), C2, cyclic("c3", 3), D3, TILTED]
+every_group = pytest.mark.parametrize("group", EVERY, ids=str)
+exact_group = pytest.mark.parametrize("group", [g for g in EVERY if not g.band_limited], ids=str)
+band_limited_group = pytest.mark.parametrize("group", [g for g in EVERY if g.band_limited], ids=str)
 
 
 @every_group
@@ -30,7 +36,7 @@ def test_quotient_indexes_filters(group: Group) -> None:
         assert group.product[p][group.quotient[p][r]] == r
 
 
-@every_group
+@exact_group
 def test_actions_are_homomorphisms(group: Group) -> None:
     planar, on_group = torch.randn(2, 5, 4), torch.randn(2, len(group), 5, 4)
     for a, b in product(group, repeat=2):
@@ -39,7 +45,7 @@ def test_actions_are_homomorphisms(group: Group) -> None:
         assert torch.equal(group.act(group.act(on_group, b), a), group.act(on_group, ab))
 
 
-@every_group
+@exact_group
 @pytest.mark.parametrize("size", [(3, 3), (4, 4), (2, 5)])
 def test_planar_action_is_the_definition(group: Group, size: tuple[int, int]) -> None:
     """L_S[f](y) = f(S⁻¹y), with y measured from the centre of the map, in half cells."""
@@ -48,7 +54,7 @@ def test_planar_action_is_the_definition(group: Group, size: tuple[int, int]) ->
         g = group.act_planar(f, s)
         h, w = g.shape
         for i, j in product(range(h), range(w)):
-            u, v = group.apply(group.inverse[s], (2 * i - h + 1, 2 * j - w + 1))
+            u, v = map(int, group.apply(group.inverse[s], (2 * i - h + 1, 2 * j - w + 1)))
             assert g[i, j] == f[(u + size[0] - 1) // 2, (v + size[1] - 1) // 2]
 
 
@@ -64,7 +70,7 @@ def test_p4m_mirrors_left_to_right() -> None:
     assert torch.equal(GROUPS["p4m"].act_planar(x, 4), x.flip(-1))
 
 
-@every_group
+@exact_group
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
 def test_steering_is_the_action_on_filters(group: Group, k: int) -> None:
     on_group, planar = torch.randn(2, len(group), k, k), torch.randn(2, k, k)
@@ -75,9 +81,107 @@ def test_steering_is_the_action_on_filters(group: Group, k: int) -> None:
         assert torch.equal(steered_planar[:, p], group.act_planar(planar, p))
 
 
-def test_steering_is_differentiable() -> None:
-    filters = torch.randn(2, 4, 3, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(GROUPS["p4"].steer, filters)
+@pytest.mark.parametrize("name", ["p4", "c8"])
+def test_steering_is_differentiable(name: str) -> None:
+    group = GROUPS[name]
+    filters = torch.randn(2, len(group), 3, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(group.steer, filters)
+    learned = torch.randn(2, *group.parameter_shape(3), dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda c: group.steer(group.window_values(c, 3), planar=True), learned)
+
+
+# ---- between the pixels ----
+
+
+def test_which_elements_are_exact() -> None:
+    assert GROUPS["c8"].exact == (True, False) * 4
+    assert GROUPS["c12"].exact == (True, False, False) * 4
+    assert GROUPS["d8"].exact == (True, False) * 8
+    assert D3.exact == (True, False, False, True, False, False)
+    assert all(GROUPS["p4m"].exact)
+    turns = [((math.cos(a), -math.sin(a)), (math.sin(a), math.cos(a))) for a in (0, math.pi / 2, math.pi)]
+    rounded = Group("p4", (*turns, ((0, 1), (-1, 0))))  # cos(π/2) is 6e-17
+    assert rounded == GROUPS["p4"]
+
+
+@band_limited_group
+@pytest.mark.parametrize("k", [1, 3, 5])
+def test_turned_filters_turn_on(group: Group, k: int) -> None:
+    """Steering is a homomorphism, as the basis turned is a sum of the basis. Exact elements move pixels."""
+    shape = (2, len(group), *group.parameter_shape(k))
+    filters = group.window_values(torch.randn(shape, dtype=torch.float64), k)
+    steered, planar = group.steer(filters), group.steer(filters[:, 0], planar=True)
+    assert steered.shape == (2, len(group), len(group), k, k)
+    for b in (1, len(group) - 1):
+        again, planar_again = group.steer(steered[:, b]), group.steer(planar[:, b], planar=True)
+        for a in group:
+            ab = group.product[a][b]
+            torch.testing.assert_close(planar_again[:, a], planar[:, ab], rtol=0, atol=1e-12)
+            torch.testing.assert_close(again[:, a], steered[:, ab], rtol=0, atol=1e-12)
+    for p in group:
+        if group.exact[p]:
+            torch.testing.assert_close(steered[:, p], group.act(filters, p), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("k", [1, 3, 5, 7, 9])
+def test_the_basis_has_variance_one_and_tells_its_functions_apart(k: int) -> None:
+    basis = GROUPS["c8"].basis(k)
+    assert basis is not None
+    assert basis.shape == (GROUPS["c8"].parameter_shape(k)[0], k, k)
+    assert basis.square().sum(0).mean().item() == pytest.approx(1)
+    assert torch.linalg.cond(basis.flatten(1)).item() < 5
+    assert GROUPS["p4"].basis(k) is None
+
+
+def test_basis_sizes() -> None:
+    assert [GROUPS["c8"].parameter_shape(k) for k in (1, 3, 5, 7)] == [(1,), (6,), (13,), (22,)]
+    assert GROUPS["p4"].parameter_shape(3) == (3, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_filters_keep_their_dtype_in_autocast(dtype: torch.dtype) -> None:
+    """They are made in float32, whatever autocast does to products of matrices."""
+    c8 = GROUPS["c8"]
+    coefficients = torch.randn(2, 8, 6, dtype=dtype)
+    filters = c8.steer(c8.window_values(coefficients, 3))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(c8.steer(c8.window_values(coefficients, 3)), filters)
+    assert filters.dtype == dtype
+
+
+def test_filters_made_in_inference_mode_train_afterwards() -> None:
+    group = cyclic("c20", 20)  # whose constants nobody has made yet
+    with torch.inference_mode():
+        group.steer(torch.randn(3, 3), planar=True)
+    filters = torch.randn(3, 3, requires_grad=True)
+    group.steer(filters, planar=True).sum().backward()
+    assert filters.grad is not None
+
+
+@band_limited_group
+def test_images_between_the_pixels(group: Group) -> None:
+    """A smooth blob turned by interpolation is the blob at its turned place; exact elements move pixels."""
+    rows, columns = torch.meshgrid(*[torch.arange(21.0, dtype=torch.float64) - 10] * 2, indexing="ij")
+
+    def blob(row: float, column: float) -> Tensor:
+        return torch.exp(-((rows - row) ** 2 + (columns - column) ** 2) / 8)
+
+    upright = blob(3, 1)
+    for s in group:
+        turned = group.act_planar(upright, s)
+        torch.testing.assert_close(turned, blob(*group.apply(s, (3, 1))), rtol=0, atol=5e-3)
+        q, r = group.factors[s]
+        assert torch.equal(turned, group.act_planar(group.act_planar(upright, r), q))
+
+
+def test_oblong_and_small_maps_are_turned() -> None:
+    c8 = GROUPS["c8"]
+    for size in ((1, 1), (2, 7), (3, 3)):
+        assert c8.act(torch.ones(2, 8, *size), 1).shape == (2, 8, *size)
+        assert c8.act(torch.ones(2, 8, *size), 3).shape == (2, 8, *size[::-1])
+    inside = c8.act_planar(torch.ones(21, 21), 1)
+    assert inside[10, 10].item() == pytest.approx(1)
+    assert inside[0, 0] == 0  # from outside
 
 
 def test_what_is_not_a_group_is_refused() -> None:
@@ -85,7 +189,7 @@ def test_what_is_not_a_group_is_refused() -> None:
         Group("turn", (IDENTITY, QUARTER_TURN))
     with pytest.raises(ValueError, match="identity first"):
         Group("late", (HALF_TURN, IDENTITY))
-    with pytest.raises(ValueError, match="does not map the grid to itself"):
+    with pytest.raises(ValueError, match="is neither a turn nor a mirror"):
         Group("shear", (IDENTITY, ((1, 1), (0, 1))))
 
 
@@ -96,3 +200,6 @@ def test_bad_arguments_are_named() -> None:
         GROUPS["p4"].act(torch.zeros(2, 3, 5, 5), 1)
     with pytest.raises(ValueError, match=r"'p4' steers filters \[..., 4, k, k\]; got shape \[4, 3, 5\]"):
         GROUPS["p4"].steer(torch.zeros(4, 3, 5))
+    for bad in (lambda: GROUPS["c8"].steer(torch.zeros(8, 4, 4)), lambda: GROUPS["c8"].parameter_shape(4)):
+        with pytest.raises(ValueError, match=r"'c8' turns .*: expected a window of odd size; got 4×4"):
+            bad()

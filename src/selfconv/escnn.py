@@ -35,14 +35,14 @@ __all__ = ["AsEscnn", "FromEscnn", "from_escnn", "group_of", "to_escnn"]
 
 
 def group_of(gspace: Any) -> Group:
-    """The group with the elements of an escnn space: p4 for ``rot2dOnR2(4)``, p4m for ``flipRot2dOnR2(4)``.
+    """The group with the elements of an escnn space: p4 for ``rot2dOnR2(4)``, c8 for ``rot2dOnR2(8)``.
 
     A space that acts like none of ``selfconv.groups.GROUPS``, such as ``rot2dOnR2(2)``, gets a group of its
     own, in escnn's order.
     """
     matrices = _matrices(gspace)
     for group in GROUPS.values():
-        if {*group.matrices} == {*matrices}:
+        if _same_elements(group, matrices):
             return group
     return Group(gspace.name, matrices)
 
@@ -151,15 +151,12 @@ def _matrices(gspace: Any) -> tuple[Matrix, ...]:
     found = []
     for element in elements:
         (a, b), (c, d) = gspace.basespace_action(element).tolist()
-        matrix = ((round(d), round(-c)), (round(-b), round(a)))  # row = −y, column = x
-        (e, f), (g, h) = matrix
-        if max(abs(d - e), abs(-c - f), abs(-b - g), abs(a - h)) > 1e-6:
-            raise ValueError(
-                f"escnn's space {gspace.name} has element {element}, which does not map the grid to itself; "
-                "expected quarter turns, and mirrors along rows, columns or diagonals"
-            )
-        found.append(matrix)
+        found.append(((d, -c), (-b, a)))  # row = −y, column = x
     return tuple(found)
+
+
+def _same_elements(group: Group, matrices: tuple[Matrix, ...]) -> bool:
+    return {group.index(matrix) for matrix in matrices} == {*group}
 
 
 def _planes(field_type: FieldType, group: str | Group | None) -> list[int] | None:
@@ -167,13 +164,17 @@ def _planes(field_type: FieldType, group: str | Group | None) -> list[int] | Non
     gspace = field_type.gspace
     matrices = _matrices(gspace)
     group = group_of(gspace) if group is None else get_group(group)
-    if {*group.matrices} != {*matrices}:
+    if not _same_elements(group, matrices):
         raise ValueError(f"group {group.name!r} has other elements than escnn's space {gspace.name}")
     kinds = field_type.representations
     if all(kind == gspace.trivial_repr for kind in kinds):
         return None
     if all(kind == gspace.regular_repr for kind in kinds):
-        return None if len(group) == 1 else [group.matrices.index(matrix) for matrix in matrices]
+        return (
+            None
+            if len(group) == 1
+            else [plane for matrix in matrices if (plane := group.index(matrix)) is not None]
+        )
     raise ValueError(f"expected regular fields alone, or trivial fields alone; got {field_type}")
 
 

@@ -1,13 +1,19 @@
-"""Point groups of the square grid: their elements, products, and actions on images and filters.
+"""Point groups of the plane: their elements, products, and actions on images and filters.
 
 A group here is the rotational (and mirror) part H of a group G of the plane's symmetries, G = Z² ⋊ H:
 
-    z2   H = {1}          translations alone
-    p4   H = C4           and quarter turns
-    p4m  H = D4           and mirrors
+    z2            H = {1}          translations alone
+    p4            H = C4           and quarter turns
+    p4m           H = D4           and mirrors
+    c8, c12, c16  H = C_N          turns by 360°/N
+    d8, d12, d16  H = D_N          and mirrors
 
-An element is the integer matrix by which it moves (row, column) offsets. Everything else, tables and
-actions alike, follows from the matrices, so a new group is one more line in ``GROUPS``.
+An element is the matrix by which it moves (row, column) offsets. Everything else, tables and actions alike,
+follows from the matrices, so a new group is one more line in ``GROUPS``.
+
+Elements of z2, p4 and p4m map the grid to itself: they move pixels, and act exactly. Others look between the
+pixels. Their tables are as exact; they act on filters through a band-limited basis (``_harmonics``), on
+images through interpolation (``_resample``). Quarter turns and mirrors among them stay exact.
 
 Conventions: planar features are ``[..., h, w]``, group features ``[..., |H|, h, w]``. An element S acts
 on both as the paper's L_S: L_S[f](y) = f(S⁻¹y) and L_S[f](R, y) = f(S⁻¹R, S⁻¹y), about the centre of
@@ -17,14 +23,22 @@ the map. The quarter turn is ``torch.rot90(x, 1, (-2, -1))`` with a roll by +1 a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Matrix = tuple[tuple[int, int], tuple[int, int]]
+from selfconv import _harmonics
+from selfconv._harmonics import ROUNDING, Array, Matrix
+from selfconv._resample import resample
+
+Index = npt.NDArray[np.int64]
 
 IDENTITY: Matrix = ((1, 0), (0, 1))
 QUARTER_TURN: Matrix = ((0, -1), (1, 0))
@@ -44,9 +58,19 @@ def _power(a: Matrix, n: int) -> Matrix:
     return _multiply(a, _power(a, n - 1)) if n else IDENTITY
 
 
+def _key(matrix: Matrix) -> tuple[int, ...]:
+    """Equal for matrices that differ by rounding alone."""
+    return tuple(round(1e6 * entry) for row in matrix for entry in row)
+
+
+def _snapped(entry: float) -> float:
+    """Integers that rounding has moved, as cos(π/2), are integers: an element is exact or it is not."""
+    return round(entry) if abs(entry - round(entry)) < ROUNDING else entry
+
+
 @dataclass(frozen=True)
 class Group:
-    """A finite group of symmetries of the grid, given by its matrices, the identity first.
+    """A finite group of turns and mirrors of the plane, given by its matrices, the identity first.
 
     Elements are named by their index; ``product[s][r]`` and ``inverse[s]`` are the group's tables.
     """
@@ -55,15 +79,18 @@ class Group:
     matrices: tuple[Matrix, ...]
 
     def __post_init__(self) -> None:
-        known = set(self.matrices)
+        snapped = tuple(tuple(tuple(map(_snapped, row)) for row in matrix) for matrix in self.matrices)
+        object.__setattr__(self, "matrices", snapped)
+        known = {_key(matrix) for matrix in self.matrices}
         if len(known) != len(self.matrices) or self.matrices[:1] != (IDENTITY,):
             raise ValueError(f"group {self.name!r}: expected distinct elements, the identity first")
-        for (a, b), (c, d) in self.matrices:
-            if sorted((abs(a), abs(b))) != [0, 1] or (abs(c), abs(d)) != (abs(b), abs(a)):
-                raise ValueError(f"group {self.name!r}: {((a, b), (c, d))} does not map the grid to itself")
-        if any(_multiply(a, b) not in known for a in self.matrices for b in self.matrices):
+        for matrix in self.matrices:
+            (a, b), (c, d) = matrix
+            if _key(_multiply(matrix, ((a, c), (b, d)))) != _key(IDENTITY):
+                raise ValueError(f"group {self.name!r}: {matrix} is neither a turn nor a mirror")
+        if any(_key(_multiply(a, b)) not in known for a in self.matrices for b in self.matrices):
             raise ValueError(f"group {self.name!r}: the product of two of its elements is not among them")
-        _ = self.quotient  # and with it all tables, while no compiler is tracing
+        _ = self.quotient, self.factors, self.band_limited  # all tables, while no compiler is tracing
 
     def __len__(self) -> int:
         return len(self.matrices)
@@ -77,8 +104,8 @@ class Group:
     @cached_property
     def product(self) -> tuple[tuple[int, ...], ...]:
         """The Cayley table: ``product[s][r]`` is the element that acts like r, then s."""
-        index = {m: i for i, m in enumerate(self.matrices)}
-        return tuple(tuple(index[_multiply(s, r)] for r in self.matrices) for s in self.matrices)
+        index = {_key(m): i for i, m in enumerate(self.matrices)}
+        return tuple(tuple(index[_key(_multiply(s, r))] for r in self.matrices) for s in self.matrices)
 
     @cached_property
     def inverse(self) -> tuple[int, ...]:
@@ -90,20 +117,44 @@ class Group:
         return tuple(self.product[p_inv] for p_inv in self.inverse)
 
     @cached_property
+    def exact(self) -> tuple[bool, ...]:
+        """For each element, whether it maps the grid to itself."""
+        return tuple(all(isinstance(e, int) for row in matrix for e in row) for matrix in self.matrices)
+
+    @cached_property
+    def band_limited(self) -> bool:
+        """Whether some element looks between the pixels, so that filters must be known there."""
+        return not all(self.exact)
+
+    @cached_property
+    def factors(self) -> tuple[tuple[int, int], ...]:
+        """Each element s as q·r: q is exact, and r the same for all s that differ by an exact element alone.
+
+        What is done between the pixels is done for r alone. So exact elements stay exact.
+        """
+        exact = [q for q in self if self.exact[q]]
+        by_r = [{self.product[self.inverse[q]][s]: q for q in exact} for s in self]
+        return tuple((found[min(found)], min(found)) for found in by_r)
+
+    @cached_property
     def element_names(self) -> tuple[str, ...]:
         """What each element does to a picture: turns it counter-clockwise, perhaps after a mirror."""
         names = []
         for (a, b), (c, d) in self.matrices:
-            angle = round(math.degrees(math.atan2(c, a))) % 360
-            names.append(f"{angle}°" + (" mirrored" if a * d - b * c < 0 else ""))
+            angle = round(math.degrees(math.atan2(c, a)), 1) % 360
+            names.append(f"{angle:g}°" + (" mirrored" if a * d - b * c < 0 else ""))
         return tuple(names)
+
+    def index(self, matrix: Matrix) -> int | None:
+        """The element with that matrix, up to rounding; None if there is none."""
+        key = _key(matrix)
+        return next((i for i, m in enumerate(self.matrices) if _key(m) == key), None)
 
     def turn(self, quarters: int) -> int | None:
         """The element that turns by so many quarters, counter-clockwise; None if there is none."""
-        wanted = _power(QUARTER_TURN, quarters % 4)
-        return self.matrices.index(wanted) if wanted in self.matrices else None
+        return self.index(_power(QUARTER_TURN, quarters % 4))
 
-    def apply(self, s: int, offset: tuple[int, int]) -> tuple[int, int]:
+    def apply(self, s: int, offset: tuple[float, float]) -> tuple[float, float]:
         """Where element s moves a (row, column) offset from the centre."""
         (a, b), (c, d) = self.matrices[s]
         i, j = offset
@@ -111,6 +162,9 @@ class Group:
 
     def act_planar(self, x: Tensor, s: int) -> Tensor:
         """L_S[f](y) = f(S⁻¹y) on the last two axes of x."""
+        if not self.exact[s]:
+            q, r = self.factors[s]
+            return self.act_planar(resample(x, self.matrices[r]), q)
         (a, b), (c, d) = self.matrices[s]
         if a == 0:
             x = x.transpose(-2, -1)
@@ -125,8 +179,37 @@ class Group:
             )
         return self.act_planar(x, s).index_select(-3, torch.tensor(self.quotient[s], device=x.device))
 
+    # ---- filters ----
+
+    def parameter_shape(self, k: int) -> tuple[int, ...]:
+        """What is learned of a filter on k×k pixels: values ``(k, k)``, or coefficients ``(functions,)``."""
+        self._check_window(k)
+        return (len(_harmonics.basis(k)),) if self.band_limited else (k, k)
+
+    def window_values(self, parameters: Tensor, k: int) -> Tensor:
+        """The filters ``[..., k, k]`` that parameters ``[..., *parameter_shape(k)]`` stand for."""
+        if not self.band_limited:
+            return parameters
+        return _combine(parameters, _constant("basis", self.matrices, k)).unflatten(-1, (k, k))
+
+    def basis(self, k: int) -> Tensor | None:
+        """The functions that filters on k×k pixels are sums of, ``[functions, k, k]``; None: any values."""
+        self._check_window(k)
+        return (
+            torch.from_numpy(_harmonics.basis(k)).clone().unflatten(-1, (k, k)) if self.band_limited else None
+        )
+
+    def _check_window(self, k: int) -> None:
+        if self.band_limited and k % 2 == 0:
+            raise ValueError(
+                f"group {self.name!r} turns filters about a pixel: expected a window of odd size; got {k}×{k}"
+            )
+
     def steer(self, filters: Tensor, *, planar: bool = False) -> Tensor:
-        """Every element's view of a filter, L_P[ψ](R, y) = ψ(P⁻¹R, P⁻¹y): one gather, differentiable.
+        """Every element's view of a filter, L_P[ψ](R, y) = ψ(P⁻¹R, P⁻¹y); differentiable.
+
+        On a band-limited group ψ is known between the pixels as the sum of basis functions that is nearest to
+        the given values.
 
         Args:
             filters: ``[..., |H|, k, k]``, or ``[..., k, k]`` if ``planar``.
@@ -143,40 +226,121 @@ class Group:
             )
         if len(self) == 1:
             return filters.unsqueeze(-3 if planar else -4)
-        if (
-            torch.compiler.is_dynamo_compiling()
-        ):  # which would trace the making of the index, number by number
-            views = [self.act_planar(filters, p) if planar else self.act(filters, p) for p in self]
-            return torch.stack(views, -3 if planar else -4)
-        index = torch.tensor(_steering_index(self, domain, k), device=filters.device)
+        if self.band_limited and k > 1:
+            return self._steer_between_pixels(filters, planar)
+        index = _constant("planar index" if planar else "group index", self.matrices, k).to(filters.device)
         steered = filters.flatten(-2 if planar else -3).index_select(-1, index)
         return steered.unflatten(-1, (len(self), *(() if planar else (domain,)), k, k))
 
+    def _steer_between_pixels(self, filters: Tensor, planar: bool) -> Tensor:
+        k = filters.shape[-1]
+        self._check_window(k)
+        steering = _constant("steering", self.matrices, k)  # [k·k, P·k·k]
+        turned = _combine(filters.flatten(-2), steering)  # [..., (R,) P·k·k]
+        turned = turned.unflatten(-1, (len(self), k, k))  # [..., (R,) P, k, k]
+        if planar:
+            return turned
+        index = _constant("planes", self.matrices, k).to(filters.device)
+        return turned.flatten(-4, -3).index_select(-3, index).unflatten(-3, (len(self), len(self)))
+
+
+# ---- constants of a group and a window ----
+
+
+@torch.compiler.assume_constant_result
+def _constant(kind: str, matrices: tuple[Matrix, ...], k: int) -> Tensor:
+    """A constant as a tensor, new each time: one made in a trace or in inference mode stays bound to it.
+
+    A compiler takes it as it is, if all that it depends on are numbers and words.
+    """
+    return torch.from_numpy(_CONSTANTS[kind](matrices, k))
+
+
+def _basis(matrices: tuple[Matrix, ...], k: int) -> Array:
+    return _harmonics.basis(k)
+
 
 @cache
-def _steering_index(group: Group, domain: int, k: int) -> list[int]:
-    """Where in a flat filter [domain·k·k] the value of L_P[ψ](R, y) stands, for P, R, y in order.
+def _steering(matrices: tuple[Matrix, ...], k: int) -> Array:
+    """Takes the values of a filter to those of the filter turned by each element: ``[k·k, P·k·k]``."""
+    group = _unnamed(matrices)
+    turned = []
+    for q, r in group.factors:
+        between = torch.from_numpy(_harmonics.basis(k, matrices[r])).unflatten(-1, (k, k))
+        turned.append(group.act_planar(between, q).flatten(-2).numpy())  # B(S⁻¹y) = B(R⁻¹Q⁻¹y)
+    return _harmonics.expansion(k) @ np.concatenate(turned, 1)
 
-    Kept as numbers: a tensor made while a graph is traced would belong to the tracer.
-    """
-    middle = (k - 1) / 2
+
+@cache
+def _planes(matrices: tuple[Matrix, ...], k: int) -> Index:
+    """Where, in R-major order, plane P⁻¹R of the filter turned by P stands, for P, R in order."""
+    group = _unnamed(matrices)
+    return np.array([group.quotient[p][r] * len(group) + p for p in group for r in group])
+
+
+@cache
+def _planar_index(matrices: tuple[Matrix, ...], k: int) -> Index:
+    """Where in a flat filter [k·k] the value of ψ(P⁻¹y) stands, for P, y in order."""
+    group, middle = _unnamed(matrices), (k - 1) / 2
     index = []
     for p in group:
-        for r in range(domain):
-            plane = group.quotient[p][r] if domain > 1 else 0
-            for i in range(k):
-                for j in range(k):
-                    # doubled, so that the centre of an even window is on the lattice too
-                    u, v = group.apply(group.inverse[p], (2 * i - k + 1, 2 * j - k + 1))
-                    index.append((plane * k + int(u / 2 + middle)) * k + int(v / 2 + middle))
-    return index
+        for i in range(k):
+            for j in range(k):
+                # doubled, so that the centre of an even window is on the lattice too
+                u, v = group.apply(group.inverse[p], (2 * i - k + 1, 2 * j - k + 1))
+                index.append(int(u / 2 + middle) * k + int(v / 2 + middle))
+    return np.array(index)
 
 
-Z2 = Group("z2", (IDENTITY,))
-P4 = Group("p4", tuple(_power(QUARTER_TURN, n) for n in range(4)))
-P4M = Group("p4m", P4.matrices + tuple(_multiply(m, MIRROR) for m in P4.matrices))
+@cache
+def _group_index(matrices: tuple[Matrix, ...], k: int) -> Index:
+    """Where in a flat filter [|H|·k·k] the value of ψ(P⁻¹R, P⁻¹y) stands, for P, R, y in order."""
+    places = _planar_index(matrices, k).reshape(len(matrices), 1, k * k)  # [P, 1, y]
+    return (np.array(_unnamed(matrices).quotient)[:, :, None] * k * k + places).reshape(-1)
 
-GROUPS = {group.name: group for group in (Z2, P4, P4M)}
+
+@cache
+def _unnamed(matrices: tuple[Matrix, ...]) -> Group:
+    return Group("", matrices)
+
+
+_CONSTANTS: dict[str, Callable[[tuple[Matrix, ...], int], npt.NDArray[Any]]] = {
+    "basis": _basis,
+    "steering": _steering,
+    "planes": _planes,
+    "planar index": _planar_index,
+    "group index": _group_index,
+}
+
+
+def _combine(x: Tensor, matrix: Tensor) -> Tensor:
+    """x @ matrix in the dtype of x, computed in float32 or better, in autocast too."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    device = x.device.type
+    with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
+        return (x.to(dtype) @ matrix.to(x.device, dtype)).to(x.dtype)
+
+
+def _rotations(order: int) -> tuple[Matrix, ...]:
+    angles = [math.tau * n / order for n in range(order)]
+    return tuple(((math.cos(a), -math.sin(a)), (math.sin(a), math.cos(a))) for a in angles)
+
+
+def cyclic(name: str, order: int) -> Group:
+    """C_N: turns by multiples of 360°/N."""
+    return Group(name, _rotations(order))
+
+
+def dihedral(name: str, order: int) -> Group:
+    """D_N: the turns, then each of them after a mirror."""
+    turns = _rotations(order)
+    return Group(name, turns + tuple(_multiply(m, MIRROR) for m in turns))
+
+
+Z2, P4, P4M = cyclic("z2", 1), cyclic("p4", 4), dihedral("p4m", 4)
+FINE = [cyclic(f"c{n}", n) for n in (8, 12, 16)] + [dihedral(f"d{n}", n) for n in (8, 12, 16)]
+
+GROUPS = {group.name: group for group in (Z2, P4, P4M, *FINE)}
 
 
 def get_group(group: str | Group) -> Group:

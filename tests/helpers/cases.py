@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,10 +13,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from selfconv.groups import get_group
+from selfconv.groups import P4, Group, dihedral, get_group
 from selfconv.ops import affine_self_conv
 
-GROUPS = ("z2", "p4", "p4m")
+GROUPS = ("z2", "p4", "p4m")  # of which every element is exact
+D3 = dihedral("d3", 3)  # turns by 120° and mirrors, of which one is exact
+C, S = math.cos(math.pi / 6), math.sin(math.pi / 6)
+# quarter turns, and mirrors between the pixels; of 8 elements, so that the kernels of p4m serve it
+TILTED = Group(
+    "tilted", (*P4.matrices, ((C, S), (S, -C)), ((-S, C), (C, S)), ((-C, -S), (-S, C)), ((S, -C), (-C, -S)))
+)
+BAND_LIMITED = ("c8", TILTED)
+ALL_GROUPS: tuple[str | Group, ...] = (*GROUPS, *BAND_LIMITED)
 FILTERS = ("psi_k", "beta_k", "psi_v", "beta_v")
 EFFORT = int(os.environ.get("SELFCONV_TEST_EFFORT", "1"))  # `make test-long` tries many times more
 
@@ -106,7 +115,7 @@ LAYOUTS = (*SAME_NUMBERS, expanded_over_images, expanded_over_maps, overlapping)
 class Case:
     """What a call is made of; ``tensors`` makes the same numbers every time."""
 
-    group: str
+    group: str | Group
     batch: int
     head_channels: tuple[int, int]  # of key and value
     num_heads: int
@@ -207,12 +216,12 @@ def cases(
     draw: st.DrawFn, *, dense: bool = True, small: bool = True, dtypes: tuple[Any, ...] = DTYPES
 ) -> Case:
     """Shapes that fit the slow reference if ``small``; otherwise ones that fill vectors and span strips."""
-    group = draw(st.sampled_from(GROUPS))
+    group = draw(st.sampled_from(ALL_GROUPS))
     few = st.integers(1, 2)
     heads, channels = (few, few) if small else (st.sampled_from((2, 1, 3, 4, 8, 12)), st.sampled_from(WIDTHS))
     num_heads, head_channels = draw(heads), draw(st.tuples(channels, channels))
     wide = num_heads * max(head_channels) > 9
-    sides = {"z2": (5, 17, 40), "p4": (3, 9, 24), "p4m": (2, 8, 17)}[group]
+    sides = {1: (5, 17, 40), 4: (3, 9, 24)}.get(len(get_group(group)), (2, 8, 17))
     side = sides[0 if small else 1 if wide else 2]
     layout = st.sampled_from(LAYOUTS)
     # hypothesis prefers what is simplest: small maps and, counted from the other end, large ones

@@ -11,7 +11,7 @@ import torch
 from helpers.tiny_models import TINY, awake, relative_error, tiny
 from torch import nn
 
-from selfconv.groups import P4M
+from selfconv.groups import GROUPS
 from selfconv.models import create_model
 from selfconv.nn import AffineSelfConv2d, GroupBatchNorm, LiftingConv2d
 from selfconv.ops import _backends
@@ -23,6 +23,8 @@ from selfconv.ops import _backends
         ("p4resnet29_asc_se", {}, (8, 12)),  # the second makes the graph one for any size
         ("resnet29_sasa", {"num_heads": 1}, (8,)),
         ("p4mresnet29", {"downsample": "pool"}, (8,)),
+        ("c8resnet29_asc", {}, (8,)),
+        ("c8resnet29", {}, (8,)),
     ],
 )
 def test_the_graph_has_no_breaks(name: str, overrides: dict[str, object], sizes: tuple[int, ...]) -> None:
@@ -34,7 +36,9 @@ def test_the_graph_has_no_breaks(name: str, overrides: dict[str, object], sizes:
         assert relative_error(compiled(images), model(images)) < 1e-5
 
 
-@pytest.mark.parametrize(("name", "checkpointing"), [("p4resnet29_asc", False), ("resnet29_asc", True)])
+@pytest.mark.parametrize(
+    ("name", "checkpointing"), [("p4resnet29_asc", False), ("resnet29_asc", True), ("c8resnet29_asc", False)]
+)
 def test_training_through_the_graph(name: str, checkpointing: bool) -> None:
     torch._dynamo.reset()
     model = awake(create_model(name, **TINY).double()).train()
@@ -106,9 +110,18 @@ def test_a_size_that_is_not_exact_does_not_stop_the_compiler() -> None:
 
 
 @pytest.mark.parametrize("planar", [True, False])
-@pytest.mark.parametrize("k", [1, 2, 3])
-def test_filters_are_steered_alike_when_compiled(planar: bool, k: int) -> None:
+@pytest.mark.parametrize(("group", "k"), [("p4m", 1), ("p4m", 2), ("p4m", 3), ("c8", 1), ("c8", 3)])
+def test_filters_are_steered_alike_when_compiled(planar: bool, group: str, k: int) -> None:
     torch._dynamo.reset()
     filters = torch.randn(3, *(() if planar else (8,)), k, k)
-    steer = torch.compile(lambda f: P4M.steer(f, planar=planar), fullgraph=True, backend="eager")
-    assert torch.equal(steer(filters), P4M.steer(filters, planar=planar))
+    steer = torch.compile(lambda f: GROUPS[group].steer(f, planar=planar), fullgraph=True, backend="eager")
+    assert torch.equal(steer(filters), GROUPS[group].steer(filters, planar=planar))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_filters_between_the_pixels_in_an_exported_program(strict: bool) -> None:
+    """A layer as it is, its filters steered inside the program: the constants become part of it."""
+    layer = AffineSelfConv2d(4, 4, 3, num_heads=2, group="c8", backend="eager")
+    x = torch.randn(2, 4, 8, 5, 5)
+    program = torch.export.export(layer, (x,), strict=strict).module()
+    assert relative_error(program(x), layer(x)) < 1e-5

@@ -35,6 +35,8 @@ from selfconv.nn._fixed import fix_filters
     [
         ("p4resnet29_asc_se", 32, {"depth": 29}),
         ("p4mresnet29", 16, {"depth": 11, "downsample": "pool", "in_channels": 1}),
+        ("c8resnet29_asc", 8, TINY),
+        ("c8resnet29", 8, TINY),
     ],
 )
 def test_exported_programs_agree_at_any_batch_size(
@@ -50,9 +52,12 @@ def test_exported_programs_agree_at_any_batch_size(
             assert (program(images) - model(images)).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize(("name", "depth"), [("resnet29_asc_se", 29), ("p4resnet29_asc", 11)])
-def test_onnx_agrees_at_any_batch_size(name: str, depth: int, tmp_path: Path) -> None:
-    model = trained(create_model(name, depth=depth))
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("resnet29_asc_se", {}), ("p4resnet29_asc", {"depth": 11}), ("c8resnet29_asc", TINY)],
+)
+def test_onnx_agrees_at_any_batch_size(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    model = trained(create_model(name, **options))
     export_onnx(model, tmp_path / "model.onnx")
     assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]  # the weights are inside
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
@@ -81,8 +86,15 @@ LAYERS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("group", ["z2", "p4", "p4m"])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [
+        (group, name)
+        for group in ("z2", "p4", "p4m", "c8")
+        for name in LAYERS
+        if group != "c8" or name not in ("sasa", "conv, even")
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_layers_with_fixed_filters_are_the_same_functions(name: str, group: str, dtype: torch.dtype) -> None:
     lifting = LiftingConv2d(2, 4, 3, padding=1, group=group, dtype=dtype)

@@ -32,7 +32,7 @@ HALF_TURN = ((-1, 0), (0, -1))
 FLIP = ((-1, 0), (0, 1))  # top to bottom
 DIAGONAL = ((0, 1), (1, 0))
 ALL = [
-    *map(get_group, GROUPS),
+    *map(get_group, (*GROUPS, "c8")),
     Group("p2", (IDENTITY, HALF_TURN)),
     Group("pm", (IDENTITY, FLIP)),
     Group("cm", (IDENTITY, DIAGONAL)),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.cases import GROUPS, Layout, channels_last, contiguous, strided
+from helpers.cases import ALL_GROUPS, D3, TILTED, Layout, channels_last, contiguous, strided
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ from selfconv.nn import (
     set_backend,
 )
 from selfconv.ops import reference
-from selfconv.testing import assert_equivariant, shift_error
+from selfconv.testing import assert_equivariant, centre_error, shift_error
 
 C2 = Group("c2", (IDENTITY, ((-1, 0), (0, -1))))
 
@@ -99,8 +99,18 @@ LAYERS: dict[str, Make] = {
     "global_max": lambda **k: GlobalPool("max", group=k["group"]),
     "global_group_max": lambda **k: GlobalPool("group_max", group=k["group"]),
 }
+NOT_BAND_LIMITED = ("sasa", "conv_valid")  # as they cannot be turned by less than 90°
 every_layer = pytest.mark.parametrize("name", LAYERS)
-every_group = pytest.mark.parametrize("group", [*GROUPS, C2], ids=str)
+every_group = pytest.mark.parametrize("group", [*ALL_GROUPS, C2], ids=str)
+every_layer_and_group = pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        pytest.param(name, group, id=f"{name}-{group}")
+        for group in (*ALL_GROUPS, C2)
+        for name in LAYERS
+        if not (get_group(group).band_limited and name in NOT_BAND_LIMITED)
+    ],
+)
 
 
 def features(
@@ -111,17 +121,15 @@ def features(
     return torch.randn(2, 4, *axis, *size, dtype=dtype)
 
 
-@every_group
-@every_layer
+@every_layer_and_group
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 def test_equivariant_to_every_element(name: str, group: str | Group, dtype: torch.dtype) -> None:
     layer = LAYERS[name](group=group, dtype=dtype)
     assert_equivariant(layer, features(layer, group, dtype), group)
 
 
-@pytest.mark.parametrize("group", GROUPS)
-@every_layer
-def test_equivariant_to_shifts(name: str, group: str) -> None:
+@every_layer_and_group
+def test_equivariant_to_shifts(name: str, group: str | Group) -> None:
     layer = LAYERS[name](group=group, dtype=torch.float64).eval()
     stride = getattr(layer, "stride", 1)
     x = features(layer, group, torch.float64, (14, 16))
@@ -140,8 +148,7 @@ def test_equivariant_to_shifts(name: str, group: str) -> None:
         assert error < 1e-10
 
 
-@every_group
-@every_layer
+@every_layer_and_group
 def test_memory_formats_agree_and_are_kept(name: str, group: str | Group) -> None:
     layer = LAYERS[name](group=group, dtype=torch.float64)
     x = features(layer, group, torch.float64)
@@ -154,9 +161,8 @@ def test_memory_formats_agree_and_are_kept(name: str, group: str | Group) -> Non
     torch.testing.assert_close(layer(strided(x)), y, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("group", GROUPS)
-@every_layer
-def test_gradcheck(name: str, group: str) -> None:
+@every_layer_and_group
+def test_gradcheck(name: str, group: str | Group) -> None:
     layer = LAYERS[name](group=group, dtype=torch.float64)
     x = features(layer, group, torch.float64, (4, 4))[:1].requires_grad_()
     names = [n for n, _ in layer.named_parameters()]
@@ -170,6 +176,12 @@ def test_gradcheck(name: str, group: str) -> None:
 # ---- against the reference ----
 
 
+def values(stored: Tensor, group: Group, k: int = 3) -> Tensor:
+    """A stored filter on the k×k window: as it is, or a sum of the group's basis functions."""
+    basis = group.basis(k)
+    return stored if basis is None else torch.einsum("...f,fij->...ij", stored, basis)
+
+
 def heads_map(out: Tensor, layer: LocalAttention2d) -> Tensor:
     """W^O of aggregated values [C, |H|, h, w], by the reference's group convolution."""
     w = layer.w_out.reshape(layer.out_channels, layer.out_channels, -1, 1, 1)
@@ -180,8 +192,8 @@ def heads_map(out: Tensor, layer: LocalAttention2d) -> Tensor:
     ("psi", "affine"),
     [("channel", "both"), ("dense", "both"), ("channel", "psi"), ("dense", "psi"), ("channel", "beta")],
 )
-@pytest.mark.parametrize("group", GROUPS)
-def test_asc_is_equations_17_to_20(group: str, psi: Any, affine: Any) -> None:
+@pytest.mark.parametrize("group", ALL_GROUPS, ids=str)
+def test_asc_is_equations_17_to_20(group: str | Group, psi: Any, affine: Any) -> None:
     """What ``affine`` leaves out is in the equations a ψ that is 1 at the identity, or a β that is 0."""
     layer = AffineSelfConv2d(2, 4, 3, num_heads=2, group=group, psi=psi, affine=affine, dtype=torch.float64)
     names = {name for name, _ in layer.named_parameters()} - {"w_in", "b_in", "w_out"}
@@ -194,13 +206,15 @@ def test_asc_is_equations_17_to_20(group: str, psi: Any, affine: Any) -> None:
     w_q, w_k, w_v = layer.w_in.reshape(3, 4, 2, len(g))
     b_q, b_k, b_v = layer.b_in.reshape(3, 4)
     q, k, v = (reference.group_linear_map(x, w, b, g) for w, b in ((w_q, b_q), (w_k, b_k), (w_v, b_v)))
-    shape = (4, 4, len(g), 3, 3) if psi == "dense" else (4, len(g), 3, 3)
+    shape = (4, 4, len(g)) if psi == "dense" else (4, len(g))
     one, none = torch.zeros(shape, dtype=torch.float64), torch.zeros(4, 3, 3, dtype=torch.float64)
     one[:, 0] = 1  # where there is no ψ: never if it is dense
-    psi_q = one[..., 0, 0] if layer.psi_q is None else layer.psi_q.reshape(shape[:-2])
-    psi_k, psi_v = (one if p is None else p.reshape(shape) for p in (layer.psi_k, layer.psi_v))
+    psi_q = one if layer.psi_q is None else layer.psi_q.reshape(shape)
+    psi_k, psi_v = (
+        None if p is None else values(p, g).reshape(*shape, 3, 3) for p in (layer.psi_k, layer.psi_v)
+    )
     beta_q = none[:, 0, 0] if layer.beta_q is None else layer.beta_q
-    beta_k, beta_v = (none if b is None else b for b in (layer.beta_k, layer.beta_v))
+    beta_k, beta_v = (none if b is None else values(b, g) for b in (layer.beta_k, layer.beta_v))
     query = reference.group_query(q, psi_q, beta_q, g)
     out = reference.group_asc(query, k, v, psi_k, beta_k, psi_v, beta_v, g, 2, layer.scale)
     batch = x[None] if len(g) > 1 else x[None, :, 0]
@@ -208,16 +222,16 @@ def test_asc_is_equations_17_to_20(group: str, psi: Any, affine: Any) -> None:
 
 
 @pytest.mark.parametrize("psi", ["channel", "dense"])
-@pytest.mark.parametrize("group", GROUPS)
-def test_simple_asc_is_equation_14(group: str, psi: str) -> None:
+@pytest.mark.parametrize("group", ALL_GROUPS, ids=str)
+def test_simple_asc_is_equation_14(group: str | Group, psi: str) -> None:
     layer = SimpleAffineSelfConv2d(2, 4, 3, num_heads=2, group=group, psi=psi, dtype=torch.float64)  # type: ignore[arg-type]
     assert layer.b_in is not None
     nn.init.normal_(layer.b_in)
     g = layer.group
     x = torch.randn(2, len(g), 3, 2, dtype=torch.float64)
     f = reference.group_linear_map(x, layer.w_in.reshape(4, 2, len(g)), layer.b_in, g)
-    psi_kv = layer.psi_kv.reshape((4, 4, len(g), 3, 3) if psi == "dense" else (4, len(g), 3, 3))
-    out = reference.simple_group_asc(f, psi_kv, layer.beta_kv, g, 2, layer.scale)
+    psi_kv = values(layer.psi_kv, g).reshape((4, 4, len(g), 3, 3) if psi == "dense" else (4, len(g), 3, 3))
+    out = reference.simple_group_asc(f, psi_kv, values(layer.beta_kv, g), g, 2, layer.scale)
     batch = x[None] if len(g) > 1 else x[None, :, 0]
     torch.testing.assert_close(layer(batch).reshape(out.shape), heads_map(out, layer), rtol=0, atol=1e-10)
 
@@ -242,17 +256,18 @@ def test_sasa_scores_with_row_and_column_offsets() -> None:
     torch.testing.assert_close(layer(x), F.conv2d(out[None], layer.w_out), rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", ALL_GROUPS, ids=str)
 @pytest.mark.parametrize("k", [1, 3])
-def test_convolutions_are_equations_1_and_3(group: str, k: int) -> None:
+def test_convolutions_are_equations_1_and_3(group: str | Group, k: int) -> None:
     g = get_group(group)
     lift = LiftingConv2d(2, 3, k, padding="same", bias=False, group=g, dtype=torch.float64)
     x = torch.randn(2, 4, 3, dtype=torch.float64)
-    lifted = reference.lifting_convolution(x, lift.weight, g)
+    lifted = reference.lifting_convolution(x, values(lift.weight, g, k), g)
     out = lift(x[None]).reshape(lifted.shape)
     torch.testing.assert_close(out, lifted, rtol=0, atol=1e-12)
     conv = GroupConv2d(3, 2, k, padding="same", bias=False, group=g, dtype=torch.float64)
-    expected = reference.group_convolution(lifted, conv.weight.reshape(2, 3, len(g), k, k), g)
+    filters = values(conv.weight, g, k).reshape(2, 3, len(g), k, k)
+    expected = reference.group_convolution(lifted, filters, g)
     actual = conv(lift(x[None])).reshape(expected.shape)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
@@ -279,8 +294,8 @@ def test_every_stride_and_padding_samples_the_same_convolution(
             torch.testing.assert_close(conv(x), plain, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("group", GROUPS)
-def test_squeeze_excite_is_equations_15_and_16(group: str) -> None:
+@pytest.mark.parametrize("group", ALL_GROUPS, ids=str)
+def test_squeeze_excite_is_equations_15_and_16(group: str | Group) -> None:
     layer = SqueezeExcite(4, 2, group=group, dtype=torch.float64)
     x = features(layer, group, torch.float64, (3, 2))
     w_1, b_1, w_2, b_2 = layer.expand.weight, layer.expand.bias, layer.reduce.weight, layer.reduce.bias
@@ -289,8 +304,8 @@ def test_squeeze_excite_is_equations_15_and_16(group: str) -> None:
 
 
 @pytest.mark.parametrize("layout", [contiguous, channels_last], ids=lambda layout: layout.__name__)
-@pytest.mark.parametrize("group", GROUPS)
-def test_batch_norm_shares_statistics_over_the_group(group: str, layout: Layout) -> None:
+@pytest.mark.parametrize("group", ALL_GROUPS, ids=str)
+def test_batch_norm_shares_statistics_over_the_group(group: str | Group, layout: Layout) -> None:
     layer = GroupBatchNorm(4, group=group, dtype=torch.float64)
     nn.init.normal_(layer.weight)
     nn.init.normal_(layer.bias)
@@ -321,20 +336,20 @@ def test_the_maximum_over_the_group_is_of_means_over_space() -> None:
 # ---- at home in PyTorch ----
 
 
-@every_layer
-def test_layers_follow_pytorch_conventions(name: str) -> None:
-    layer = LAYERS[name](group="p4", dtype=torch.float32)
+@every_layer_and_group
+def test_layers_follow_pytorch_conventions(name: str, group: str | Group) -> None:
+    layer = LAYERS[name](group=group, dtype=torch.float32)
     before = {n: t.shape for n, t in layer.state_dict().items()}
-    x = features(layer, "p4", torch.float32)
+    x = features(layer, group, torch.float32)
     expected = layer.eval()(x)
     # as every training loop does
     layer = copy.deepcopy(layer).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
-    layer(features(layer, "p4", torch.float32, (4, 6)))
+    layer(features(layer, group, torch.float32, (4, 6)))
     layer.train()
     assert {n: t.shape for n, t in layer.state_dict().items()} == before
     assert all(p.dim() <= 4 for p in layer.parameters())
-    assert "group='p4'" in repr(layer)
+    assert f"group='{group}'" in repr(layer)
 
 
 def test_printing_shows_sizes() -> None:
@@ -372,6 +387,40 @@ def test_initialisation_is_the_papers() -> None:
     assert not asc.b_in.any()
 
 
+def test_initialisation_between_the_pixels() -> None:
+    """The filters have the variance of free ones, averaged over the window; ψ and β are as on every group."""
+    for k in (1, 3, 5):
+        conv = GroupConv2d(32, 64, k, group="c8")
+        filters = conv.steered_filters()
+        assert filters[:, :, 0].std().item() == pytest.approx((2 / (32 * 8 * k * k)) ** 0.5, rel=0.03)
+    asc = AffineSelfConv2d(64, 256, 5, group="c8")
+    for name in ("psi_q", "beta_q", "psi_k", "beta_k", "psi_v", "beta_v"):
+        assert getattr(asc, name).std().item() == pytest.approx(1 / 8, rel=0.15), name
+
+
+@pytest.mark.parametrize(
+    ("layer", "planar", "limit"),
+    [
+        (lambda group: LiftingConv2d(4, 6, 3, padding=1, group=group, dtype=torch.float64), True, 0.05),
+        (lambda group: GroupConv2d(4, 6, 3, padding=1, group=group, dtype=torch.float64), False, 0.05),
+        (lambda group: GroupConv2d(4, 6, 5, padding=2, group=group, dtype=torch.float64), False, 0.05),
+        (lambda group: AffineSelfConv2d(4, 8, 5, num_heads=2, group=group, dtype=torch.float64), False, 0.2),
+        (lambda group: SimpleAffineSelfConv2d(4, 8, 5, group=group, dtype=torch.float64), False, 0.2),
+    ],
+    ids=["lifting", "conv 3", "conv 5", "asc", "simple asc"],
+)
+@pytest.mark.parametrize("group", ["c8", D3, TILTED], ids=str)
+def test_turns_between_the_pixels(
+    layer: Callable[[str | Group], nn.Module], planar: bool, limit: float, group: str | Group
+) -> None:
+    """On smooth functions of the plane: near for every element, rounding for the exact ones among them."""
+    g = get_group(group)
+    shape = (12, 4, *(() if planar else (len(g),)), 7, 7)
+    for s, error in enumerate(centre_error(set_backend(layer(group), "eager"), shape, group)):
+        assert error < (1e-12 if g.exact[s] else limit)
+        assert g.exact[s] or error > 1e-3  # or else nothing was turned
+
+
 @pytest.mark.parametrize(
     ("layer", "expected"),
     [
@@ -380,6 +429,7 @@ def test_initialisation_is_the_papers() -> None:
         (StandAloneSelfAttention2d(16, 16), 16 * 16 * 4 + 3 * 16 + 5 * 16),
         (AffineSelfConv2d(8, 8, group="p4"), 8 * 8 * 4 * 4 + 3 * 8 + 2 * 25 * 5 * 8 + 5 * 8),
         (AffineSelfConv2d(16, 16, affine="psi"), 16 * 16 * 4 + 3 * 16 + 2 * 25 * 16 + 16),
+        (AffineSelfConv2d(6, 6, num_heads=6, group="c8"), 6 * 6 * 8 * 4 + 3 * 6 + 2 * 13 * 9 * 6 + 9 * 6),
         (AffineSelfConv2d(8, 8, group="p4", affine="beta"), 8 * 8 * 4 * 4 + 3 * 8 + 2 * 25 * 8 + 8),
         (SqueezeExcite(64), 64 * 4 * 2 + 4 + 64),
     ],
@@ -398,9 +448,9 @@ def test_set_backend_reaches_every_layer() -> None:
         set_backend(model, "fast")
 
 
-@pytest.mark.parametrize("group", GROUPS)
-def test_layer_attention_weights_sum_to_one(group: str) -> None:
-    for name in ("asc", "simple_asc", "sasa"):
+@pytest.mark.parametrize("group", ALL_GROUPS, ids=str)
+def test_layer_attention_weights_sum_to_one(group: str | Group) -> None:
+    for name in {"asc", "simple_asc", "sasa"} - ({"sasa"} if get_group(group).band_limited else set()):
         layer = LAYERS[name](group=group, dtype=torch.float64)
         assert isinstance(layer, LocalAttention2d)
         alpha = layer.attention_weights(features(layer, group, torch.float64, (3, 4)))
@@ -436,6 +486,14 @@ def test_layer_attention_weights_sum_to_one(group: str) -> None:
         (lambda: AffineSelfConv2d(4, 8, group="p3"), "unknown group 'p3'"),
         (lambda: AffineSelfConv2d(4, 8, backend="c"), "unknown backend 'c'"),
         (lambda: StandAloneSelfAttention2d(4, 8), "8 key channels in 8 heads, 1 each"),
+        (
+            lambda: StandAloneSelfAttention2d(4, 8, num_heads=2, group="c8"),
+            "expected a group of quarter turns and mirrors, such as 'p4'; got 'c8'",
+        ),
+        (
+            lambda: GroupConv2d(4, 8, 2, group="c8"),
+            "group 'c8' turns filters about a pixel: expected a window of odd size; got 2×2",
+        ),
         (
             lambda: GroupConv2d(4, 8, 3, stride=0),
             "GroupConv2d: expected sizes that are integers ≥ 1; got in_channels=4, out_channels=8",
@@ -537,13 +595,13 @@ def test_affine_conv_is_asc_without_attention(group: str | Group) -> None:
     asc = AffineSelfConv2d(4, 6, 3, num_heads=2, scale=0.0, group=group, dtype=torch.float64)
     plain = AffineConv2d(4, 6, 3, group=group, dtype=torch.float64)
     with torch.no_grad():
-        plain.value.weight.copy_(asc.w_in[-6:])
+        plain.value.weight.copy_(asc.w_in[-6:].reshape(plain.value.weight.shape))
         assert plain.value.bias is not None
         assert asc.b_in is not None
         plain.value.bias.copy_(asc.b_in[-6:].normal_())
         plain.psi_v.copy_(asc.psi_v)  # type: ignore[arg-type]
         plain.beta_v.copy_(asc.beta_v)  # type: ignore[arg-type]
-        plain.output.weight.copy_(asc.w_out)
+        plain.output.weight.copy_(asc.w_out.reshape(plain.output.weight.shape))
     x = features(asc, group, torch.float64)
     torch.testing.assert_close(plain(x), 9 * asc(x), rtol=0, atol=1e-10)
 

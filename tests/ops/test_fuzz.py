@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.cases import (
+    ALL_GROUPS,
     FILTERS,
-    GROUPS,
     LAYOUTS,
     SAME_NUMBERS,
     TOLERANCE,
@@ -39,7 +39,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from selfconv.groups import get_group
+from selfconv.groups import Group, get_group
 from selfconv.nn import (
     AffineSelfConv2d,
     GroupBatchNorm,
@@ -182,7 +182,7 @@ def test_nan_with_any_payload_stays_nan(child: Child, poisoned: Poisoned) -> Non
 class Sizes:
     """Sizes as a program might make them, which need not be any good."""
 
-    group: str
+    group: str | Group
     batch: int
     channels: tuple[int, int]
     num_heads: int
@@ -227,7 +227,7 @@ def run_sizes(sizes: Sizes) -> None:
 @examples(60)
 @given(
     sizes=st.builds(
-        Sizes, st.sampled_from(GROUPS), st.integers(0, 2), st.tuples(*[st.integers(0, 4)] * 2),
+        Sizes, st.sampled_from(ALL_GROUPS), st.integers(0, 2), st.tuples(*[st.integers(0, 4)] * 2),
         st.integers(-1, 3), st.integers(-3, 5), st.tuples(*[st.integers(0, 3)] * 2),
         st.sampled_from((None, 0.0, 1.0)), st.sampled_from((None, "numba", "eager")),
     )
@@ -242,7 +242,7 @@ def few_taps(draw: st.DrawFn) -> Case:
     """The interpreter takes a tenth of a second for each tap of the window."""
     case = draw(cases(dense=False))
     group, kernel_size, num_heads = draw(
-        st.sampled_from([("z2", 1, 2), ("z2", 3, 1), ("p4", 1, 2), ("p4m", 1, 1)])
+        st.sampled_from([("z2", 1, 2), ("z2", 3, 1), ("p4", 1, 2), ("p4m", 1, 1), ("c8", 1, 1)])
     )
     return replace(case, group=group, kernel_size=kernel_size, num_heads=num_heads)
 
@@ -280,7 +280,7 @@ HALVING = ("asc, stride", "conv, pool", "pool")
 class Stack:
     """Layers upon each other, the first of which may lift an image to the group."""
 
-    group: str
+    group: str | Group
     lifted: bool
     layers: tuple[str, ...]
     kernels: tuple[int, ...]
@@ -309,8 +309,9 @@ class Stack:
 
 @st.composite
 def stacks(draw: st.DrawFn) -> Stack:
-    group = draw(st.sampled_from(GROUPS))
-    layers = tuple(draw(st.lists(st.sampled_from(sorted(LAYERS)), min_size=1, max_size=3)))
+    group = draw(st.sampled_from(ALL_GROUPS))
+    names = sorted(LAYERS.keys() - ({"sasa"} if get_group(group).band_limited else set()))
+    layers = tuple(draw(st.lists(st.sampled_from(names), min_size=1, max_size=3)))
     side = st.integers(1, 6 if group == "z2" else 4)
     return Stack(
         group=group,

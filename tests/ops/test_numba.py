@@ -14,7 +14,7 @@ import mpmath
 import pytest
 import torch
 from helpers.cases import (
-    GROUPS,
+    ALL_GROUPS,
     NAN_BITS,
     Case,
     Layout,
@@ -26,6 +26,7 @@ from helpers.cases import (
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from selfconv.groups import Group, get_group
 from selfconv.nn import AffineSelfConv2d, SimpleAffineSelfConv2d
 from selfconv.ops import affine_self_conv, numba_cpu
 
@@ -166,11 +167,12 @@ def test_the_mean_of_the_largest_numbers_does_not_overflow(kernel_size: int, dty
 
 @pytest.mark.parametrize("layer", [AffineSelfConv2d, SimpleAffineSelfConv2d])
 @pytest.mark.parametrize("layout", [contiguous, channels_last], ids=lambda layout: layout.__name__)
-@pytest.mark.parametrize("group", GROUPS)
-def test_layers_that_pack_their_features(layer: type, layout: Layout, group: str) -> None:
+@pytest.mark.parametrize("group", ALL_GROUPS, ids=str)
+def test_layers_that_pack_their_features(layer: type, layout: Layout, group: str | Group) -> None:
     """The layers hand over one tensor for q, k and v: same result and gradients as three of them."""
     module = layer(3, 4, 5, num_heads=2, group=group, dtype=torch.float64)
-    axis = {"z2": (), "p4": (4,), "p4m": (8,)}[group]
+    order = len(get_group(group))
+    axis = () if order == 1 else (order,)
     x = layout(torch.randn(2, 3, *axis, 7, 6, dtype=torch.float64)).requires_grad_()
     found = {}
     for backend in ("numba", "eager"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from selfconv.groups import P4, P4M, Z2, Group
+from selfconv.groups import GROUPS, P4, P4M, Z2, Group
 from selfconv.ops import reference as ref
 
 
@@ -190,6 +190,27 @@ def test_eq19_eq20_group_asc_weighs_by_query_and_key() -> None:
     assert alpha[0, 0].item() == pytest.approx(math.e / (math.e + 8))
     out = ref.group_asc(query, key, value, psi, none, psi, none, P4, 1, 1.0)
     assert out.flatten().tolist() == pytest.approx([6 * math.e / (math.e + 8), 0, 0, 0])
+
+
+def test_no_psi_passes_each_plane_on() -> None:
+    q, k, v = torch.randn(3, 2, 4, 3, 2, dtype=torch.float64)
+    beta_k, beta_v = torch.randn(2, 2, 3, 3, dtype=torch.float64)
+    one = torch.zeros(2, 4, 3, 3, dtype=torch.float64)
+    one[:, 0] = 1
+    written = ref.group_asc(q, k, v, one, beta_k, one, beta_v, P4, 2, 0.5)
+    torch.testing.assert_close(ref.group_asc(q, k, v, None, beta_k, None, beta_v, P4, 2, 0.5), written)
+
+
+def test_between_the_pixels_a_filter_is_its_sum_of_functions() -> None:
+    """cos φ on a ring, turned by 45°, is (cos φ + sin φ) / √2 on that ring."""
+    c8, x = GROUPS["c8"], (0, 0)
+    basis = c8.basis(3)
+    assert basis is not None
+    cosine, sine = basis[2], basis[3]
+    for y in ref.neighbours(x, 3):
+        turned = ref.transformed(cosine, c8, 1, x, y)
+        expected = (ref.translated(cosine, x, y) + ref.translated(sine, x, y)) / math.sqrt(2)
+        assert turned.item() == pytest.approx(expected.item(), abs=1e-12)
 
 
 def test_a_group_of_one_element_is_the_plane() -> None:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from selfconv.groups import Group, get_group
+from selfconv.groups import get_group
 
 _CHOICES = {
     "spatial": ("conv", "depthwise", "affine", "asc", "simple_asc", "sasa"),
@@ -28,7 +28,7 @@ class ResNetConfig:
 
     Attributes:
         depth: 9n+2, for n blocks per stage.
-        group: ``"z2"``, ``"p4"`` or ``"p4m"``.
+        group: ``"z2"``, ``"p4"``, ``"p4m"``; or one with turns between quarter turns, such as ``"c8"``.
         spatial: the layer inside the blocks: ``"conv"``, ``"asc"``, ``"simple_asc"`` or ``"sasa"``; and for
             comparison ``"affine"`` (ASC with α = 1) and ``"depthwise"`` convolution.
         squeeze_excite: whether blocks end with squeeze and excite (reduction 16/|H|: 16, on p4 4).
@@ -45,7 +45,7 @@ class ResNetConfig:
         scale: the score is divided by the channels of a ``"head"``, or by the ``"width"`` of the layer.
         downsample: how convolutions halve a map: by ``"stride"``, or by ``"pool"``, which keeps quarter
             turns and flips exact on even maps. By default stride with ``"conv"`` and pool with the other
-            spatial layers, which themselves always pool.
+            spatial layers, which themselves always pool, and on band-limited groups.
         in_channels: of the image.
         num_classes: outputs of the classifier; 0 leaves it out.
         pool: ``"mean"`` or ``"max"`` over space and group, before the classifier; ``"group_max"``: the mean
@@ -77,16 +77,16 @@ class ResNetConfig:
         if unknown:
             raise TypeError(f"unknown option {', '.join(unknown)}; expected some of {', '.join(known)}")
         given = {name: value for name, value in options.items() if value is not None}
-        group = given.get("group", cls.group)
-        given["group"] = group.name if isinstance(group, Group) else group
-        width = 2 * round(8 / math.sqrt(len(get_group(given["group"]))))
+        group = get_group(given.get("group", cls.group))
+        given["group"] = group.name
+        width = 2 * round(8 / math.sqrt(len(group)))
         spatial = given.get("spatial", cls.spatial)
         by_default = {
             "widths": (width, 2 * width, 4 * width),
             "kernel_size": 3 if spatial == "conv" else 5,
             "num_heads": max(n for n in range(1, 9) if width % n == 0),
             "zero_gamma": spatial not in ("conv", "depthwise"),
-            "downsample": "stride" if spatial == "conv" else "pool",
+            "downsample": "stride" if spatial == "conv" and not group.band_limited else "pool",
         }
         return cls(**by_default | given)
 

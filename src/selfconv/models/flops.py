@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from selfconv.nn import LocalAttention2d, set_backend
+from selfconv.nn import (
+    AffineConv2d,
+    DepthwiseConv2d,
+    GroupConv2d,
+    LiftingConv2d,
+    LocalAttention2d,
+    set_backend,
+)
 from selfconv.ops import affine_self_conv_flops
 
 
@@ -23,8 +30,9 @@ def count_flops(model: nn.Module, input_shape: Sequence[int]) -> int:
     """Floating-point operations of a forward pass for one image, a multiply-add counted as two.
 
     Convolutions and matrix products are torch's own count. It does not see all of affine self convolution, so
-    that has its formula, and the figure is the same for every backend. A copy of the model runs on the device
-    that the model is on; on the ``"meta"`` device nothing is computed.
+    that has its formula, and the figure is the same for every backend. What is done once for all images, the
+    making of filters from coefficients, is not counted. A copy of the model runs on the device that the model
+    is on; on the ``"meta"`` device nothing is computed.
 
     Args:
         input_shape: of an image, such as ``(3, 32, 32)``.
@@ -39,16 +47,19 @@ def count_flops(model: nn.Module, input_shape: Sequence[int]) -> int:
         counts = counter.get_flop_counts().get("Global", {})
         return sum(flops for op, flops in counts.items() if op is not torch.ops.aten.convolution)
 
-    def before(layer: LocalAttention2d, inputs: tuple[Tensor]) -> None:
+    def before(layer: nn.Module, inputs: tuple[Tensor]) -> None:
         nonlocal correction
         correction += beside_convolutions()
 
-    def after(layer: LocalAttention2d, inputs: tuple[Tensor], output: Any) -> None:
+    def after(layer: nn.Module, inputs: tuple[Tensor], output: Any) -> None:
         nonlocal correction
-        correction += operation_flops(layer, inputs[0].shape) - beside_convolutions()
-
-    for layer in model.modules():
+        correction -= beside_convolutions()
         if isinstance(layer, LocalAttention2d):
+            correction += operation_flops(layer, inputs[0].shape)
+
+    makes_filters = (LocalAttention2d, LiftingConv2d, GroupConv2d, DepthwiseConv2d, AffineConv2d)
+    for layer in model.modules():
+        if isinstance(layer, makes_filters):
             layer.register_forward_pre_hook(before)
             layer.register_forward_hook(after)
     with counter:

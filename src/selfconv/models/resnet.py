@@ -121,7 +121,8 @@ class ResNet(
 
     Its logits are invariant to ``group`` and its features equivariant to it, exactly if every map that is
     halved has a size that allows it: with ``downsample="pool"`` sides that are multiples of 4, with
-    ``"stride"`` sides 1 more than that. Another size is warned about, once for each.
+    ``"stride"`` sides 1 more than that. Another size is warned about, once for each. On a band-limited group
+    that goes for its exact elements; the others are approximate on every size.
 
     Beside ``forward`` it has the methods that timm's models have. Features before the head are
     ``[N, C, |H|, h/4, w/4]``; on z2 without |H|.
@@ -265,9 +266,10 @@ class ResNet(
             needed = f"downsample='pool' and {needed}"
         elif strided:
             needed = f"sides of 4n+1 (29, 33, 37, …), or downsample='pool' and {needed}"
+        what = f"the exact elements of {self.group}" if self.group.band_limited else self.group
         warnings.warn(
             f"{h}×{w} images: with downsample={self._config.downsample!r} this model is equivariant to "
-            f"{self.group} only approximately; exactness needs {needed}",
+            f"{what} only approximately; exactness needs {needed}",
             stacklevel=2,
         )
 

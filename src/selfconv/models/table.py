@@ -32,6 +32,8 @@ _VARIANTS: dict[str, dict[str, Any]] = {  # what each differs in from the first
     "p4mresnet{}_simple_asc": {"group": "p4m", "spatial": "simple_asc"},
     "p4mresnet{}_asc": {"group": "p4m", "spatial": "asc"},
     "p4mresnet{}_asc_se": {"group": "p4m", "spatial": "asc", "squeeze_excite": True},
+    "c8resnet{}": {"group": "c8", "downsample": "pool"},
+    "c8resnet{}_asc": {"group": "c8", "spatial": "asc"},
 }
 MODELS: dict[str, dict[str, Any]] = {
     pattern.format(depth): {"depth": depth} | options

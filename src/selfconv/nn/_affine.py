@@ -40,20 +40,21 @@ class DepthwiseConv2d(nn.Module):
         self.channels, self.kernel_size, self.stride = channels, kernel_size, stride
         self.group = get_group(group)
         axis = () if len(self.group) == 1 else (len(self.group),)
-        shape = (channels, *axis, kernel_size, kernel_size)
+        shape = (channels, *axis, *self.group.parameter_shape(kernel_size))
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(channels, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """He initialisation: a channel's fan is its window on every plane."""
-        nn.init.normal_(self.weight, std=math.sqrt(2 / self.weight[0].numel()))
+        nn.init.normal_(self.weight, std=math.sqrt(2 / (len(self.group) * self.kernel_size**2)))
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         check_features(type(self).__name__, x, self.channels, self.group)
-        out = avg_pool(in_memory_of(x, affine_conv(x, self.weight, None, group=self.group)), self.stride)
+        filters = self.group.window_values(self.weight, self.kernel_size)
+        out = avg_pool(in_memory_of(x, affine_conv(x, filters, None, group=self.group)), self.stride)
         return out if self.bias is None else out + self.bias.view(-1, *[1] * (x.dim() - 2))
 
     def extra_repr(self) -> str:
@@ -89,7 +90,7 @@ class AffineConv2d(nn.Module):
         self.kernel_size, self.stride, self.group = kernel_size, stride, get_group(group)
         factory = {"group": self.group, "device": device, "dtype": dtype}
         axis = () if len(self.group) == 1 else (len(self.group),)
-        window = (kernel_size, kernel_size)
+        window = self.group.parameter_shape(kernel_size)
         self.value = GroupConv2d(in_channels, out_channels, 1, **factory)  # type: ignore[arg-type]
         self.psi_v = nn.Parameter(torch.empty(out_channels, *axis, *window, device=device, dtype=dtype))
         self.beta_v = nn.Parameter(torch.empty(out_channels, *window, device=device, dtype=dtype))
@@ -107,7 +108,8 @@ class AffineConv2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         check_features(type(self).__name__, x, self.in_channels, self.group)
-        out = affine_conv(self.value(x), self.psi_v, self.beta_v, group=self.group)
+        psi, beta = (self.group.window_values(f, self.kernel_size) for f in (self.psi_v, self.beta_v))
+        out = affine_conv(self.value(x), psi, beta, group=self.group)
         return self.output(in_memory_of(x, out))
 
     def extra_repr(self) -> str:

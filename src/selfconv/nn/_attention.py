@@ -77,20 +77,30 @@ class LocalAttention2d(nn.Module):
         return nn.Parameter(torch.empty(*shape, **self._factory))  # type: ignore[arg-type]
 
     def _psi(self, channels: int) -> nn.Parameter:
-        """ψ on the window: [C, |H|, k, k] (z2: [C, k, k]), or dense, stored with rank 4: [C, C·|H|, k, k]."""
-        window = (self.kernel_size, self.kernel_size)
+        """ψ on the window: [C, |H|, k, k] (z2: [C, k, k]), or dense, stored with rank 4: [C, C·|H|, k, k].
+
+        On a band-limited group coefficients, [..., functions], take the place of the values, [..., k, k].
+        """
+        window = self.group.parameter_shape(self.kernel_size)
         if self.psi == "dense":
             return self._parameter(channels, channels * len(self.group), *window)
         return self._parameter(channels, *(() if len(self.group) == 1 else (len(self.group),)), *window)
 
     def _beta(self, channels: int) -> nn.Parameter:
-        return self._parameter(channels, self.kernel_size, self.kernel_size)
+        return self._parameter(channels, *self.group.parameter_shape(self.kernel_size))
 
     def _op_psi(self, psi: Tensor | None) -> Tensor | None:
         """A stored ψ as the operation takes it."""
-        if psi is not None and self.psi == "dense" and len(self.group) > 1:
+        if psi is None:
+            return None
+        psi = self.group.window_values(psi, self.kernel_size)
+        if self.psi == "dense" and len(self.group) > 1:
             return psi.unflatten(1, (psi.shape[0], -1))
         return psi
+
+    def _op_beta(self, beta: Tensor | None) -> Tensor | None:
+        """A stored β as the operation takes it."""
+        return None if beta is None else self.group.window_values(beta, self.kernel_size)
 
     def reset_parameters(self, affine_std: float | None = None) -> None:
         """He initialisation for the 1×1 maps (the fan counts every plane), zero biases, ψ, β ~ N(0, std²).
@@ -98,6 +108,8 @@ class LocalAttention2d(nn.Module):
         Args:
             affine_std: by default 1/|H|, on the plane the paper's 1. On a group the affine map sums |H|
                 planes, and the deviation of 1 that the paper states for all its examples learns more slowly.
+                On a band-limited group it also turns worse: a sharp softmax picks pixels, which are elsewhere
+                when the image is turned by 45°.
         """
         std = 1 / len(self.group) if affine_std is None else affine_std
         for name, parameter in self.named_parameters(recurse=False):
@@ -237,6 +249,10 @@ class AffineSelfConv2d(LocalAttention2d):
     Where names differ from the paper's: ``w_in``/``b_in`` hold W^Q, W^K, W^V one below the other,
     ``w_out`` is W^O, ``key_channels`` is d_k.
 
+    On a band-limited group (``group.band_limited``: c8, d8, …) ψ and β are stored as coefficients of
+    ``group.basis(k)``, one axis of functions in the place of k×k. Quarter turns and mirrors are exact, other
+    elements approximate.
+
     Args:
         psi: ``"channel"`` scales each channel by itself, ``"dense"`` maps all channels to all.
         affine: what the three affine maps consist of: ψ and β (``"both"``), ``"psi"`` alone (β = 0), or
@@ -290,7 +306,8 @@ class AffineSelfConv2d(LocalAttention2d):
         self.psi_v, self.beta_v = self._psi(c_v) if psi else None, self._beta(c_v) if beta else None
 
     def affine_parameters(self) -> AffineParameters:
-        return self._op_psi(self.psi_k), self.beta_k, self._op_psi(self.psi_v), self.beta_v
+        psi_k, psi_v = self._op_psi(self.psi_k), self._op_psi(self.psi_v)
+        return psi_k, self._op_beta(self.beta_k), psi_v, self._op_beta(self.beta_v)
 
     def projection(self) -> tuple[Tensor, Tensor | None]:
         c_k = self.key_channels
@@ -347,15 +364,18 @@ class SimpleAffineSelfConv2d(LocalAttention2d):
         self.psi_kv, self.beta_kv = self._psi(self.out_channels), self._beta(self.out_channels)
 
     def affine_parameters(self) -> AffineParameters:
-        psi = self._op_psi(self.psi_kv)
-        return psi, self.beta_kv, psi, self.beta_kv
+        psi, beta = self._op_psi(self.psi_kv), self._op_beta(self.beta_kv)
+        return psi, beta, psi, beta
 
     def projection(self) -> tuple[Tensor, Tensor | None]:
-        c, middle = self.out_channels, self.kernel_size // 2
-        centre = self.psi_kv[..., middle, middle]
-        psi_q = centre.reshape(c, *((c,) if self.psi == "dense" else ()), len(self.group))
+        c, k = self.out_channels, self.kernel_size
+        psi, beta = (
+            self.group.window_values(filters, k)[..., k // 2, k // 2]
+            for filters in (self.psi_kv, self.beta_kv)
+        )
+        psi_q = psi.reshape(c, *((c,) if self.psi == "dense" else ()), len(self.group))
         w, b = self._maps(), self.b_in
-        w_q, b_q = mapped_query(w, b, psi_q, self.beta_kv[:, middle, middle], self.group)
+        w_q, b_q = mapped_query(w, b, psi_q, beta, self.group)
         return torch.cat([w_q, w]), torch.cat([b_q, b_q.new_zeros(c) if b is None else b])
 
     @property
@@ -370,7 +390,8 @@ class StandAloneSelfAttention2d(LocalAttention2d):
         out(P, x) = W^O ⋆ Σ_y α((P,x), (P,y)) V(P, y)
 
     with β^K factorised: in each head the first half of the channels depends on the row offset alone, the
-    second half on the column offset (``beta_k`` is ``[C, k]``). On a group every plane attends to itself.
+    second half on the column offset (``beta_k`` is ``[C, k]``). On a group every plane attends to itself; on
+    groups with turns between quarter turns there is no such layer, as they mix rows and columns.
     Shapes, equivariance and arguments are those of ``AffineSelfConv2d``.
     """
 
@@ -391,6 +412,11 @@ class StandAloneSelfAttention2d(LocalAttention2d):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        if get_group(group).band_limited:
+            raise ValueError(
+                "StandAloneSelfAttention2d: β of a row or a column offset cannot be turned by less than 90°; "
+                f"expected a group of quarter turns and mirrors, such as 'p4'; got {get_group(group).name!r}"
+            )
         key_channels = out_channels if key_channels is None else key_channels
         check_sizes(type(self).__name__, key_channels=key_channels, out_channels=out_channels)
         check_heads(num_heads, key=key_channels, value=out_channels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -55,10 +56,8 @@ class _SteeredConv2d(nn.Module):
         self.padding = padding
         self.group = get_group(group)
         self.downsample = downsample
-        inputs = in_channels * self._domain()
-        self.weight = nn.Parameter(
-            torch.empty(out_channels, inputs, kernel_size, kernel_size, device=device, dtype=dtype)
-        )
+        shape = (out_channels, in_channels * self._domain(), *self.group.parameter_shape(kernel_size))
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(out_channels, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
 
@@ -67,8 +66,9 @@ class _SteeredConv2d(nn.Module):
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
-        """He initialisation; on group input the fan counts every plane."""
-        nn.init.kaiming_normal_(self.weight, nonlinearity="relu")
+        """He initialisation of the filters; on group input the fan counts every plane."""
+        fan = self.weight.shape[1] * self.kernel_size**2
+        nn.init.normal_(self.weight, std=math.sqrt(2.0) / math.sqrt(fan))  # coefficients keep the variance
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -104,14 +104,16 @@ class LiftingConv2d(_SteeredConv2d):
     on sizes where (size + 2·padding − kernel_size) is a multiple of the stride; ``downsample="pool"``
     convolves at stride 1 and averages stride×stride cells instead, exact on multiples of the stride.
 
-    The weight is ``[out, in, k, k]``.
+    The weight is ``[out, in, k, k]``; on a band-limited group (``group.band_limited``) coefficients of
+    ``group.basis(k)``, ``[out, in, functions]``, and turns between quarter turns are approximate.
     """
 
     def _domain(self) -> int:
         return 1
 
     def steered_filters(self) -> Tensor:
-        return self.group.steer(self.weight, planar=True)  # [out, in, P, k, k]
+        filters = self.group.window_values(self.weight, self.kernel_size)
+        return self.group.steer(filters, planar=True)  # [out, in, P, k, k]
 
     def forward(self, x: Tensor) -> Tensor:
         check_features("LiftingConv2d", x, self.in_channels, Z2)
@@ -126,14 +128,16 @@ class GroupConv2d(_SteeredConv2d):
     Shapes: ``[N, in, |H|, h, w] -> [N, out, |H|, h', w']``; on z2 without the group axis.
     Equivariant to shifts and to ``group``, under the conditions on stride of ``LiftingConv2d``.
 
-    The weight is ``[out, in·|H|, k, k]``: rank 4, so that ``module.to(memory_format=...)`` works.
+    The weight is ``[out, in·|H|, k, k]``: rank 4, so that ``module.to(memory_format=...)`` works; on a
+    band-limited group coefficients, ``[out, in·|H|, functions]``.
     """
 
     def _domain(self) -> int:
         return len(self.group)
 
     def steered_filters(self) -> Tensor:
-        return self.group.steer(self.weight.unflatten(1, (self.in_channels, -1)))  # [out, in, P, R, k, k]
+        filters = self.group.window_values(self.weight, self.kernel_size)
+        return self.group.steer(filters.unflatten(1, (self.in_channels, -1)))  # [out, in, P, R, k, k]
 
     def forward(self, x: Tensor) -> Tensor:
         check_features("GroupConv2d", x, self.in_channels, self.group)

@@ -15,16 +15,16 @@ def cosets(group: Group, subgroup: Group) -> list[list[int]]:
     The representative r_i is the first element that no earlier coset holds; r_0 is the identity, so row 0 is
     K itself, in its own order.
     """
-    missing = [matrix for matrix in subgroup.matrices if matrix not in group.matrices]
+    members = [group.index(matrix) for matrix in subgroup.matrices]
+    missing = [matrix for matrix, k in zip(subgroup.matrices, members, strict=True) if k is None]
     if missing:
         raise ValueError(
             f"group {subgroup.name!r} is not a subgroup of {group.name!r}: {missing[0]} is no element of it"
         )
-    members = [group.matrices.index(matrix) for matrix in subgroup.matrices]
     rows: list[list[int]] = []
     for r in group:
         if not any(r in row for row in rows):
-            rows.append([group.product[k][r] for k in members])
+            rows.append([group.product[k][r] for k in members if k is not None])
     return rows
 
 

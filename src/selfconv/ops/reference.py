@@ -22,6 +22,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from selfconv import _harmonics
 from selfconv.groups import Group
 from selfconv.ops._call import Call
 
@@ -57,8 +58,16 @@ def translated(psi: Tensor, x: Position, y: Position) -> Tensor:
 
 
 def transformed(psi: Tensor, group: Group, p: int, x: Position, y: Position) -> Tensor:
-    """L_(P,x)[ψ](·, y) = ψ(·, P⁻¹(y − x)): the window turned by P, for ψ on Z² or on G."""
-    return translated(psi, (0, 0), group.apply(group.inverse[p], (y[0] - x[0], y[1] - x[1])))
+    """L_(P,x)[ψ](·, y) = ψ(·, P⁻¹(y − x)): the window turned by P, for ψ on Z² or on G.
+
+    Where P leads between the pixels, ψ is the sum of the group's basis functions that is nearest to it.
+    """
+    offset = group.apply(group.inverse[p], (y[0] - x[0], y[1] - x[1]))
+    if group.band_limited:
+        k = psi.shape[-1]
+        coefficients = psi.flatten(-2) @ torch.from_numpy(_harmonics.expansion(k)).to(psi)
+        return coefficients @ torch.from_numpy(_harmonics.at(k, offset)).to(psi)
+    return translated(psi, (0, 0), (int(offset[0]), int(offset[1])))
 
 
 def apply_filter(psi: Tensor, f: Tensor) -> Tensor:
@@ -222,12 +231,15 @@ def group_affine_map(
 
 
 def summed_affine_map(
-    f: Tensor, psi: Tensor, beta: Tensor, group: Group, p: int, x: Position, y: Position
+    f: Tensor, psi: Tensor | None, beta: Tensor, group: Group, p: int, x: Position, y: Position
 ) -> Tensor:
     """Eq. 24: Σ_R A_(P,x)[f](R, y) = Σ_R f(R, y) L_(P,x)[ψ](R, y) + L_(P,x)[β](y).
 
     The paper's proof: β only ever appears summed over R, so it is learned as a function on Z², [d, k, k].
+    A ψ that is None is 1 at R = 1 and 0 elsewhere: plane P passes itself on.
     """
+    if psi is None:
+        return at(f, y)[:, p] + transformed(beta, group, p, x, y)
     psi_p = transformed(psi, group, p, x, y)
     return sum_(apply_filter(psi_p[..., group.quotient[p][r]], at(f, y)[:, r]) for r in group) + transformed(
         beta, group, p, x, y
@@ -295,7 +307,7 @@ def group_query(q: Tensor, psi_q: Tensor, beta_q: Tensor, group: Group) -> Tenso
 def group_score(
     query: Tensor,
     key: Tensor,
-    psi_k: Tensor,
+    psi_k: Tensor | None,
     beta_k: Tensor,
     group: Group,
     p: int,
@@ -309,7 +321,7 @@ def group_score(
             y: score(
                 at(query, x)[:, p], summed_affine_map(key, psi_k, beta_k, group, p, x, y), num_heads, scale
             )
-            for y in neighbours(x, psi_k.shape[-1])
+            for y in neighbours(x, beta_k.shape[-1])
         }
     )
 
@@ -318,9 +330,9 @@ def group_asc(
     query: Tensor,
     key: Tensor,
     v: Tensor,
-    psi_k: Tensor,
+    psi_k: Tensor | None,
     beta_k: Tensor,
-    psi_v: Tensor,
+    psi_v: Tensor | None,
     beta_v: Tensor,
     group: Group,
     num_heads: int,
@@ -344,18 +356,15 @@ def sum_(terms: Iterator[Tensor] | tuple[Tensor, ...]) -> Tensor:
 
 
 def run(call: Call) -> Tensor:
-    """Eq. 20 for each image of the batch, in float64; ψ that is None is 1 at R = 1 and 0 elsewhere."""
+    """Eq. 20 for each image of the batch, in float64."""
     if not call.value.numel():
         return call.value.clone()
     k = call.kernel_size
 
-    def filters(psi: Tensor | None, beta: Tensor | None, f: Tensor) -> tuple[Tensor, Tensor]:
-        if psi is None:
-            psi = f.new_zeros(f.shape[1], len(call.group), k, k)
-            psi[:, 0] = 1
+    def filters(psi: Tensor | None, beta: Tensor | None, f: Tensor) -> tuple[Tensor | None, Tensor]:
         if beta is None:
             beta = f.new_zeros(f.shape[1], k, k)
-        return psi.double(), beta.double()
+        return None if psi is None else psi.double(), beta.double()
 
     affine = *filters(call.psi_k, call.beta_k, call.key), *filters(call.psi_v, call.beta_v, call.value)
     images = [

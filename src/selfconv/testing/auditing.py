@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from selfconv.groups import Group, get_group
-from selfconv.testing.errors import transform
+from selfconv.testing.errors import resampling_error, transform
 from selfconv.testing.judging import as_function, judged, output_error
 from selfconv.testing.layer_runs import look_away, record, run_observed
+from selfconv.testing.waves import Waves
 from selfconv.testing.windows import sampling
 
 
@@ -40,6 +41,8 @@ class Audit:
     error: float  # of the network's output, rounding of all layers included
     faults: dict[str, str]  # by name of a layer, in the order they are computed: why it breaks
     sizes: list[int] = field(default_factory=list)  # near ``size``, where no layer would break by sampling
+    between: float | None = None  # the output's ``deviation_error`` under elements between the pixels
+    resampling: float = 0.0  # what interpolation alone does to it, if it is a map
 
     @property
     def passed(self) -> bool:
@@ -59,15 +62,20 @@ class Audit:
 
     def summary(self) -> str:
         what = "shifts" if len(self.group) == 1 else f"{self.group.name} and shifts"
+        if self.between is not None:
+            what = f"the exact elements of {what}"
         if not self.passed:
             advice = f"; sizes that would work: {', '.join(map(str, self.sizes))}" if self.sizes else ""
             where = f"{self.size}x{self.size}: {self.culprit}"
             return f"not equivariant to {what} at {where}: {self.reason}{advice}"
         verdict = f"equivariant to {what} at {self.size}x{self.size}: output error {self.error:.1e}"
-        if self.error <= self.tolerance:
-            return verdict
-        worst = max((layer.error for layer in self.layers), default=0.0)
-        return f"{verdict}, rounding that grows from layer to layer: each by itself is within {worst:.1e}"
+        if self.error > self.tolerance:
+            worst = max((layer.error for layer in self.layers), default=0.0)
+            verdict += f", rounding that grows from layer to layer: each by itself is within {worst:.1e}"
+        if self.between is not None:
+            verdict += f"; between the pixels, on smooth images, {self.between:.1%} of its deviation"
+            verdict += f" (interpolation alone {self.resampling:.1%})" if self.resampling else ""
+        return verdict
 
     def table(self) -> Any:
         """As a table for ``rich`` to print."""
@@ -102,6 +110,10 @@ def audit(
     the input it had in the first, exactly transformed, and passes on the output it had, exactly transformed:
     so neither rounding nor a fault reaches the next layer, and every layer that breaks is found.
 
+    Elements that look between the pixels (45°, in c8) are never exact, so no layer is judged by them. How far
+    off the whole network is under them is measured on smooth images, sums of plane waves that fade out
+    towards a disc, sampled at the turned pixels: nothing is interpolated but outputs that are maps.
+
     Between layers features may be rearranged: a group axis among the channels or the images, pixels in a
     row, channels last. That is a fault only if a later layer, or the model's output, does not turn with the
     image.
@@ -135,8 +147,11 @@ def audit(
             f"{str(refusal).partition(chr(10))[0]}"
         ) from refusal
     error = max(
-        output_error(run_observed(model, transform(x, s, group), look_away), y, s, group) for s in group
+        output_error(run_observed(model, transform(x, s, group), look_away), y, s, group)
+        for s in group
+        if group.exact[s]
     )
+    between, resampling = between_error(model, channels, input_size, group, device)
     layers = [
         LayerReport(
             call.name,
@@ -152,7 +167,24 @@ def audit(
     if judge.faults and set(judge.faults.values()) <= judge.sampling:
         near = symmetric_sizes(model, channels, input_size, x)
         sizes = [n for n in near if not judged(model, images(n), group, tolerance)[0].faults]
-    return Audit(group, input_size, tolerance, layers, error, judge.faults, sizes)
+    return Audit(group, input_size, tolerance, layers, error, judge.faults, sizes, between, resampling)
+
+
+def between_error(
+    model: nn.Module, channels: int, size: int, group: Group, device: torch.device | None
+) -> tuple[float | None, float]:
+    """The largest error of the output under elements between the pixels, and that of interpolating it."""
+    if not group.band_limited:
+        return None, 0.0
+    waves = Waves((8, channels))
+    outputs = {
+        s: run_observed(model, waves.turned(size, size, s, group, masked=True).to(device), look_away)
+        for s in group
+        if s == 0 or not group.exact[s]
+    }
+    errors = [output_error(output, outputs[0], s, group) for s, output in outputs.items() if s]
+    maps = [y for y in outputs[0] if isinstance(y, Tensor) and y.dim() in (4, 5)]
+    return max(errors), max((max(resampling_error(y, group)) for y in maps), default=0.0)
 
 
 def symmetric_sizes(model: nn.Module, channels: int, size: int, like: Tensor) -> list[int]:

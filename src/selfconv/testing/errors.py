@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from selfconv._resample import round_mask
 from selfconv.groups import Group, get_group
+from selfconv.testing.waves import Waves
 
 Function = Callable[[Tensor], Tensor]
 
@@ -23,10 +25,66 @@ def transform(x: Tensor, s: int, group: str | Group) -> Tensor:
 
 @torch.no_grad()
 def equivariance_error(module: Function, x: Tensor, group: str | Group) -> list[float]:
-    """The error under each element of the group, in the order of its elements (the first is the identity)."""
+    """The error under each element of the group, in the order of its elements (the first is the identity).
+
+    Elements that look between the pixels see x through a round mask, and their error is ``deviation_error``.
+    """
     group = get_group(group)
-    y = module(x)
-    return [relative_error(module(transform(x, s, group)), transform(y, s, group)) for s in group]
+    masked = through_mask(x) if group.band_limited else x
+    seen = {True: x, False: masked}  # by whether an element is exact
+    y = {exact: module(seen[exact]) for exact in {*group.exact}}
+    return [
+        element_error(module(transform(seen[exact], s, group)), transform(y[exact], s, group), s, group)
+        for s, exact in enumerate(group.exact)
+    ]
+
+
+@torch.no_grad()
+def resampling_error(x: Tensor, group: str | Group) -> list[float]:
+    """What interpolation alone does to x, for each element: turned there and back, against x itself.
+
+    0 for exact elements. Where it is not small beside ``equivariance_error``, x is too rough to tell: noise,
+    or edges as sharp as a pixel.
+    """
+    group = get_group(group)
+    seen = through_mask(x)
+    there_and_back = [transform(transform(seen, s, group), group.inverse[s], group) for s in group]
+    return [deviation_error(back, seen) for back in there_and_back]
+
+
+@torch.no_grad()
+def centre_error(
+    module: Function, shape: Sequence[int], group: str | Group, *, frequency: float = 0.5, seed: int = 0
+) -> list[float]:
+    """The error under each element at the centre of the map alone, without any interpolation.
+
+    The features are sums of plane waves: functions of the whole plane, which can be sampled at the pixels and
+    at the turned pixels alike. So what is found is the error of the layers, at any angle.
+
+    Args:
+        module: in float64, such that the centre of its output is the centre of its input, and far enough from
+            the border not to see it: layers of stride 1.
+        shape: of the features, ``[N, C, h, w]`` or ``[N, C, |H|, h, w]``, with odd sides.
+        frequency: of the shortest waves, in units of the highest that pixels can hold (two pixels a wave).
+    """
+    group = get_group(group)
+    *lead, h, w = shape
+    axis = "" if len(lead) < 3 else f"{len(group)}, "
+    if len(lead) not in (2, 3) or lead[2:] not in ([], [len(group)]) or h % 2 == 0 or w % 2 == 0:
+        raise ValueError(
+            f"shape: expected [N, C, {axis}h, w] on group {group.name!r}, with odd sides, which have a "
+            f"centre; got {list(shape)}"
+        )
+    waves = Waves(lead, frequency, seed)
+
+    def centre(s: int) -> Tensor:
+        """The output at the centre for the features turned by s, plane P where it was before the turn."""
+        y = module(waves.turned(h, w, s, group))
+        y = y[..., y.shape[-2] // 2, y.shape[-1] // 2]  # [N, C] or [N, C, P]
+        return y[:, :, list(group.product[s])] if y.dim() == 3 else y
+
+    upright = centre(0)
+    return [deviation_error(centre(s), upright) for s in group]
 
 
 @torch.no_grad()
@@ -58,21 +116,31 @@ def shift_error(module: Function, x: Tensor, shift: int = 1, stride: int = 1) ->
 
 
 def assert_equivariant(
-    module: Function, x: Tensor, group: str | Group, tolerance: float | None = None
+    module: Function,
+    x: Tensor,
+    group: str | Group,
+    tolerance: float | None = None,
+    *,
+    between: float | None = None,
 ) -> None:
     """Raises AssertionError, with the error under each element, unless all are within the tolerance.
 
     Args:
         tolerance: by default 1e-10 for float64, 1e-5 for float32, 1e-2 for float16 and 1e-1 for bfloat16,
             in which smaller faults than that cannot be told from rounding.
+        between: the tolerance for elements that look between the pixels. By default they are not judged: how
+            far off they are depends on how smooth x is.
     """
     group = get_group(group)
     tolerance = default_tolerance(x.dtype) if tolerance is None else tolerance
     errors = equivariance_error(module, x, group)
-    if not max(errors) <= tolerance:  # NaN fails too
+    limits = [tolerance if exact else math.inf if between is None else between for exact in group.exact]
+    if not all(error <= limit for error, limit in zip(errors, limits, strict=True)):  # NaN fails too
         listed = ", ".join(f"{s}: {error:.1e}" for s, error in enumerate(errors))
         raise AssertionError(
-            f"not equivariant to {group.name} within {tolerance:g}; error by element {listed}"
+            f"not equivariant to {group.name} within {tolerance:g}"
+            + ("" if between is None else f", {between:g} between the pixels")
+            + f"; error by element {listed}"
         )
 
 
@@ -80,7 +148,13 @@ def default_tolerance(dtype: torch.dtype) -> float:
     return {torch.float64: 1e-10, torch.float16: 1e-2, torch.bfloat16: 1e-1}.get(dtype, 1e-5)
 
 
+def element_error(a: Tensor, b: Tensor, s: int, group: Group) -> float:
+    """How far a, found for an input turned by s, is from b, L_S of what was found for the input upright."""
+    return (relative_error if group.exact[s] else deviation_error)(a, b)
+
+
 def relative_error(a: Tensor, b: Tensor) -> float:
+    """max |a − b| / max |b|."""
     if a.shape != b.shape:
         return math.inf
     if not b.numel():
@@ -88,3 +162,24 @@ def relative_error(a: Tensor, b: Tensor) -> float:
     difference = torch.where(a == b, 0, (a - b).abs()).amax().item()  # equal infinities are no difference
     size = torch.where(b.isfinite(), b.abs(), 0).amax().item()
     return difference / size if size else difference
+
+
+def deviation_error(a: Tensor, b: Tensor) -> float:
+    """Root mean square of a − b over the deviation of b in its channels; of maps, inside the round mask."""
+    if a.shape != b.shape:
+        return math.inf
+    if b.dim() >= 4:
+        inside = round_mask(*b.shape[-2:]).to(b.device) > 0
+        a, b = a[..., inside], b[..., inside]
+    if not b.numel():
+        return 0.0
+    others = [axis for axis in range(b.dim()) if axis != 1]
+    alone = b.dim() < 2 or b.numel() == b.shape[1]  # one value in each channel has no deviation
+    mean = b.mean() if alone else b.mean(others, keepdim=True)
+    spread, difference = ((t.square().mean().sqrt().item()) for t in (b - mean, a - b))
+    return difference / spread if spread else difference
+
+
+def through_mask(x: Tensor) -> Tensor:
+    """Features inside the disc that fits into their map, zero outside; those without a map as they are."""
+    return x * round_mask(*x.shape[-2:]).to(x) if x.dim() >= 4 else x

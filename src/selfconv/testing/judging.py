@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from selfconv.groups import Group
-from selfconv.testing.errors import Function, equivariance_error, relative_error, shift_error, transform
+from selfconv.testing.errors import (
+    Function,
+    element_error,
+    equivariance_error,
+    relative_error,
+    shift_error,
+    transform,
+)
 from selfconv.testing.layer_runs import END, Call, Key, Observer, Stage, explore, record, run_observed
 from selfconv.testing.windows import sampling
 
@@ -133,7 +140,7 @@ def judged(
     tolerances: dict[tuple[Key, Stage], float] = defaultdict(lambda: tolerance)
     tolerances |= {at: max(tolerance, found) for at, found in explore(model, other, calls).items()}
     judge = _Judge(group, calls, tolerances)
-    for s in group:
+    for s in (s for s in group if group.exact[s]):
         judge.judge_output(run_observed(model, transform(x, s, group), judge.start(s)), y)
     judge.conclude()
     return judge, y
@@ -180,11 +187,11 @@ def _returned(leaves: list[Any], exact: list[Any], inputs: list[tuple[Any, Any, 
 
 
 def output_error(output: list[Any], original: list[Any], s: int, group: Group) -> float:
-    """The largest error of the tensors that a model returns."""
+    """The largest error of the tensors that a model returns, of the kind that the element s has."""
     if len(output) != len(original):
         return math.inf
     errors = [
-        relative_error(a, _transformed(b, s, group)[0])
+        element_error(a, _transformed(b, s, group)[0], s, group)
         for a, b in zip(output, original, strict=True)
         if isinstance(b, Tensor) and b.is_floating_point()
     ]
@@ -229,7 +236,8 @@ def _off_centre(call: Call, group: Group, tolerance: float) -> str | None:
     if not any(left) or min(x.shape[-2:]) <= max(left):
         return None
     h, w = x.shape[-2:]
-    if not max(equivariance_error(function, x[..., : h - left[0], : w - left[1]], group)) <= tolerance:
+    errors = equivariance_error(function, x[..., : h - left[0], : w - left[1]], group)
+    if not max(error for error, exact in zip(errors, group.exact, strict=True) if exact) <= tolerance:
         return None
     parity = "even" if h % 2 == 0 else "odd"
     return (

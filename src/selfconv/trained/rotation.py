@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from selfconv._resample import round_mask
 from selfconv.data import DataInfo, Split
 from selfconv.train import Watch
 from selfconv.trained.outputs import logits
@@ -67,13 +68,6 @@ def turn(images: Tensor, degrees: float) -> Tensor:
     theta = images.new_tensor([[cos, -sin * h / w, 0.0], [sin * w / h, cos, 0.0]])
     grid = F.affine_grid(theta.expand(len(images), 2, 3), list(images.shape), align_corners=False)
     return F.grid_sample(images, grid, mode="bicubic", align_corners=False)
-
-
-def round_mask(height: int, width: int) -> Tensor:
-    """1 inside the disc that fits into the image, 0 outside: ``[h, w]``."""
-    rows, columns = (torch.arange(n) - (n - 1) / 2 for n in (height, width))
-    radius = min(height, width) / 2
-    return (rows[:, None] ** 2 + columns**2 <= radius**2).float()
 
 
 def rotation_curve(

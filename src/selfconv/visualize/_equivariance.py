@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from selfconv.groups import P4, Z2, Group, get_group
-from selfconv.testing import relative_error, transform
+from selfconv.testing import element_error, through_mask, transform
 from selfconv.visualize._trace import as_batch, trace
 
 
@@ -16,7 +16,8 @@ class EquivarianceView:
     """For every element S of a group: the image under it, and whether a layer's map follows.
 
     ``errors[s]`` is max |maps[s] − steered[s]| / max |steered[s]|: rounding, if the layer and all before it
-    are equivariant.
+    are equivariant. For elements that look between the pixels it is ``selfconv.testing.deviation_error``; on
+    groups that have some, the image is seen through a round mask.
     """
 
     layer: str
@@ -44,7 +45,7 @@ def equivariance_view(
     own = getattr(model, "group", None)
     if isinstance(own, Group) and len(own) > 1 and own != group:
         raise ValueError(f"group: expected {own.name!r}, on which this model's maps live; got {group.name!r}")
-    batch = as_batch(image)
+    batch = through_mask(as_batch(image)) if group.band_limited else as_batch(image)
     runs = [trace(model, transform(batch, s, group)) for s in group]
     first = runs[0]
     if layer not in first.maps:
@@ -57,7 +58,7 @@ def equivariance_view(
         images=[run.image[0] for run in runs],
         maps=[m[0] for m in maps],
         steered=[m[0] for m in steered],
-        errors=[relative_error(m, e) for m, e in zip(maps, steered, strict=True)],
+        errors=[element_error(*pair, s, group) for s, pair in enumerate(zip(maps, steered, strict=True))],
         outputs=[run.output[0] for run in runs],
-        output_errors=[relative_error(run.output, first.output) for run in runs],
+        output_errors=[element_error(run.output, first.output, s, group) for s, run in enumerate(runs)],
     )

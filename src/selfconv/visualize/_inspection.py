@@ -162,17 +162,17 @@ class Inspection:
             query, key, value, output, alpha = (  # with the axis of the group, as everywhere here
                 t[0].unsqueeze(1) if len(layer.group) == 1 else t[0] for t in (*features, output, alpha)
             )
-            filters = layer_filters(layer)
+            psi_k, beta_k, psi_v, beta_v = _steered_filters(layer)
             self._operations[info.name] = _Operation(
                 query=query,
                 key=key,
                 value=value,
                 output=output,
                 alpha=alpha,
-                psi_k=layer.group.steer(filters.psi_k),
-                beta_k=layer.group.steer(filters.beta_k, planar=True),
-                psi_v=layer.group.steer(filters.psi_v),
-                beta_v=layer.group.steer(filters.beta_v, planar=True),
+                psi_k=psi_k,
+                beta_k=beta_k,
+                psi_v=psi_v,
+                beta_v=beta_v,
             )
         return self._operations[info.name]
 
@@ -253,6 +253,22 @@ def layer_filters(layer: LocalAttention2d) -> LayerFilters:
     return LayerFilters(
         *filled(psi_k, beta_k, layer.key_channels), *filled(psi_v, beta_v, layer.out_channels)
     )
+
+
+def _steered_filters(layer: LocalAttention2d) -> LayerFilters:
+    """``layer_filters`` as every plane P sees them: ψ [C, P, R, k, k], β [C, P, k, k].
+
+    A ψ that passes each plane on is the same for all of them, and no sum of basis functions.
+    """
+    group, filters = layer.group, layer_filters(layer)
+    psi_k, psi_v = (
+        torch.eye(len(group)).to(psi)[None, :, :, None, None].expand(len(psi), -1, -1, *psi.shape[-2:])
+        if own is None
+        else group.steer(psi)
+        for own, psi in zip(layer.affine_parameters()[::2], (filters.psi_k, filters.psi_v), strict=True)
+    )
+    beta_k, beta_v = (group.steer(beta, planar=True) for beta in (filters.beta_k, filters.beta_v))
+    return LayerFilters(psi_k, beta_k, psi_v, beta_v)
 
 
 def relative_entropy(alpha: Tensor, dim: int) -> Tensor:

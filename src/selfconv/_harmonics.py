@@ -35,7 +35,7 @@ def basis(k: int, matrix: Matrix = ((1, 0), (0, 1))) -> Array:
     Unturned, they all have the same norm, such that coefficients ~ N(0, 1) make filters whose values have
     variance 1, averaged over the window.
     """
-    return functions(k, _pixels(k) @ np.array(matrix)) / _norms(k)  # S⁻¹y = Sᵀy, as rows: yᵀS
+    return at(k, _pixels(k) @ np.array(matrix))  # S⁻¹y = Sᵀy, as rows: yᵀS
 
 
 @cache
@@ -44,13 +44,13 @@ def expansion(k: int) -> Array:
     return np.linalg.pinv(basis(k)).astype(np.float64)
 
 
-def at(k: int, point: tuple[float, float]) -> Array:
-    """Every function at one point (row, column), seen from the centre: ``[functions]``."""
-    return (functions(k, np.array([point])) / _norms(k))[:, 0]
+def at(k: int, points: Array) -> Array:
+    """Every function at points (row, column) from the centre, [points, 2]: ``[functions, points]``."""
+    return _functions(k, points) / _norms(k)
 
 
-def functions(k: int, points: Array) -> Array:
-    """Harmonics on rings at points (row, column), not yet normalised: ``[functions, points]``."""
+def _functions(k: int, points: Array) -> Array:
+    """Harmonics on rings, not yet normalised."""
     distance, angle = np.hypot(*points.T), np.arctan2(points[:, 1], points[:, 0])
     off_centre = distance > ROUNDING  # where an angle is defined
     values = []
@@ -69,5 +69,5 @@ def _pixels(k: int) -> Array:
 
 @cache
 def _norms(k: int) -> Array:
-    values = functions(k, _pixels(k))
+    values = _functions(k, _pixels(k))
     return np.linalg.norm(values, axis=1, keepdims=True) * math.sqrt(len(values)) / k

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,7 +67,7 @@ def transformed(psi: Tensor, group: Group, p: int, x: Position, y: Position) -> 
     if group.band_limited:
         k = psi.shape[-1]
         coefficients = psi.flatten(-2) @ torch.from_numpy(_harmonics.expansion(k)).to(psi)
-        return coefficients @ torch.from_numpy(_harmonics.at(k, offset)).to(psi)
+        return coefficients @ torch.from_numpy(_harmonics.at(k, np.array([offset]))[:, 0]).to(psi)
     return translated(psi, (0, 0), (int(offset[0]), int(offset[1])))
 
 

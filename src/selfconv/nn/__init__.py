@@ -1,4 +1,4 @@
-"""Layers on any group: the same classes for ``"z2"``, ``"p4"`` and ``"p4m"``.
+"""Layers on any group: the same classes for ``"z2"``, ``"p4"``, ``"p4m"``, ``"c8"`` and the others.
 
 Planar features are ``[N, C, h, w]``; group features ``[N, C, |H|, h, w]``. Activations need no class of
 their own: pointwise ones, such as ``nn.ReLU``, are equivariant as they are. So is ``torch.cat`` along the

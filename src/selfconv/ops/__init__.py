@@ -79,7 +79,7 @@ def affine_self_conv(
         beta_k, beta_v: ``[C, k, k]``. None: nothing is added.
         num_heads: how many equal runs of channels are scored apart.
         scale: factor of the score; by default 1 / key channels.
-        group: ``"z2"``, ``"p4"``, ``"p4m"`` or a ``Group``.
+        group: a name in ``selfconv.groups.GROUPS`` (``"z2"``, ``"p4"``, ``"c8"``, …) or a ``Group``.
         kernel_size: k; only needed when every ψ and β is None.
         backend: one of ``BACKENDS``; by default the fastest that serves the call (see ``explain``).
         return_attention: also return α, ``[N, num_heads, k, k, h, w]`` (z2) or

@@ -26,7 +26,7 @@ class ModelOptions:
     init: str | None = None
     """Start from trained weights: the folder of a run or a saved model, or the name of a shipped one."""
     group: str | None = None
-    """Symmetry group: z2, p4, p4m."""
+    """Symmetry group: z2, p4, p4m; c8, c12, c16, d8, d12, d16 for turns by less than 90°."""
     widths: tuple[int, int, int] | None = None
     """Channels of the spatial layers, one number per stage."""
     depth: int | None = None

@@ -8,16 +8,16 @@ showing: no layer interpolates.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
-
-from selfconv._harmonics import Matrix
 
 REACH = 3  # lobes of the window on each side
 TAPS = torch.arange(1 - REACH, REACH + 1)
 
 
-def resample(x: Tensor, matrix: Matrix) -> Tensor:
+def resample(x: Tensor, matrix: Sequence[Sequence[float]]) -> Tensor:
     """x(S⁻¹y) for the pixels y of maps ``[..., h, w]``, about their centre."""
     h, w = x.shape[-2:]
     rows, columns = (torch.arange(n, dtype=torch.float64) - (n - 1) / 2 for n in (h, w))

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from selfconv.groups import GROUPS, get_group
 from selfconv.nn import (
     AffineSelfConv2d,
     GlobalPool,
@@ -21,17 +22,26 @@ from selfconv.nn import (
     SpatialPool2d,
     SqueezeExcite,
 )
-from selfconv.testing import assert_equivariant, audit, equivariance_error, relative_error, shift_error
+from selfconv.testing import (
+    assert_equivariant,
+    audit,
+    centre_error,
+    deviation_error,
+    equivariance_error,
+    relative_error,
+    resampling_error,
+    shift_error,
+)
 
 
-def network(**changes: nn.Module) -> nn.Sequential:
+def network(group: str = "p4", **changes: nn.Module) -> nn.Sequential:
     layers: dict[str, nn.Module] = {
-        "stem": LiftingConv2d(3, 4, 3, padding=1, group="p4"),
-        "norm": GroupBatchNorm(4, group="p4"),
+        "stem": LiftingConv2d(3, 4, 3, padding=1, group=group),
+        "norm": GroupBatchNorm(4, group=group),
         "act": nn.ReLU(inplace=True),
-        "attend": AffineSelfConv2d(4, 4, 5, stride=2, num_heads=2, group="p4"),
-        "conv": GroupConv2d(4, 4, 3, padding=1, group="p4"),
-        "pool": GlobalPool(group="p4"),
+        "attend": AffineSelfConv2d(4, 4, 5, stride=2, num_heads=2, group=group),
+        "conv": GroupConv2d(4, 4, 3, padding=1, group=group),
+        "pool": GlobalPool(group=group),
         "head": nn.Linear(4, 5),
     }
     model = nn.Sequential()
@@ -87,16 +97,18 @@ def test_shift_error_ignores_the_border_and_nothing_else() -> None:
         shift_error(conv, x, 3, 2)
 
 
-@pytest.mark.parametrize("size", [16, 20])
-def test_audit_passes_an_equivariant_network(size: int) -> None:
-    model = network()
-    report = audit(model, size, "p4")
+@pytest.mark.parametrize(("group", "size"), [("p4", 16), ("p4", 20), ("c8", 16)])
+def test_audit_passes_an_equivariant_network(group: str, size: int) -> None:
+    model = network(group)
+    report = audit(model, size, group)
     assert report.passed
     assert report.error < 1e-10
     assert [layer.name for layer in report.layers] == [n for n, _ in model.named_children()]
     assert all(layer.error < 1e-10 for layer in report.layers)
     assert report.layers[0].shift is not None
-    assert report.summary().startswith(f"equivariant to p4 and shifts at {size}x{size}")
+    what = "the exact elements of c8" if group == "c8" else group
+    assert report.summary().startswith(f"equivariant to {what} and shifts at {size}x{size}")
+    assert (report.between is None) == (group == "p4")
 
 
 @pytest.mark.parametrize(
@@ -157,6 +169,85 @@ def test_audit_sees_what_happens_between_layers() -> None:
     )
     report = audit(BreakAfter(), 8, "p4")
     assert report.culprit == "the model's output"
+
+
+# ---- elements between the pixels ----
+
+
+def smooth(*lead: int, size: int = 33) -> Tensor:
+    """Random bumps, wide beside a pixel, that end well inside the round mask: [*lead, size, size]."""
+    rows = torch.arange(size, dtype=torch.float64) - (size - 1) / 2
+    place, height = size / 5 * (2 * torch.rand(2, *lead, 5, 1, 1) - 1), torch.randn(*lead, 5, 1, 1)
+    squares = (rows[:, None] - place[0]) ** 2 + (rows - place[1]) ** 2
+    return (height * torch.exp(-squares / 8)).sum(-3)
+
+
+def test_errors_between_the_pixels_are_apart_from_those_of_exact_elements() -> None:
+    """A blur that is the same in all directions turns as well as the image can be interpolated."""
+    rows = torch.arange(-3, 4, dtype=torch.float64)
+    blur = torch.exp(-(rows**2 + rows[:, None] ** 2) / 2)[None, None]
+    x, c8 = smooth(3, 1), GROUPS["c8"]
+    isotropic = equivariance_error(lambda x: F.conv2d(x, blur, padding=3), x, c8)
+    sideways = equivariance_error(lambda x: x.roll(2, -1), x, c8)
+    interpolation = resampling_error(x, c8)
+    for s in c8:
+        assert (interpolation[s] == 0) == c8.exact[s]
+        assert interpolation[s] < 0.01
+        assert isotropic[s] < (1e-12 if c8.exact[s] else 0.01)
+        assert (sideways[s] > 0.3) == (s != 0)
+    assert min(e for e in resampling_error(torch.randn(3, 1, 33, 33), c8) if e) > 0.2  # noise is no image
+
+
+def test_deviation_error_is_of_the_deviation_and_inside_the_mask() -> None:
+    b = torch.randn(4, 3, 9, 9, dtype=torch.float64) + 100
+    a = b.clone()
+    a[..., 0, 0] = 1e6  # a corner, outside
+    assert deviation_error(a, b) == 0
+    a = b + 0.1 * torch.randn_like(b)
+    assert deviation_error(a, b) == pytest.approx(0.1, rel=0.1)
+    assert deviation_error(a[0, 0], b[0, 0, :8]) == math.inf
+    logits = torch.tensor([[1.0, 3.0]])  # one value in each channel: over all of them
+    assert deviation_error(logits + 1, logits) == pytest.approx(1)
+
+
+def test_assert_equivariant_between_the_pixels_if_asked() -> None:
+    lift, x = LiftingConv2d(3, 4, 5, padding=2, group="c8", dtype=torch.float64), smooth(2, 3)
+    assert_equivariant(lift, x, "c8", between=0.1)
+    assert_equivariant(lift, torch.randn_like(x), "c8")
+    with pytest.raises(AssertionError, match=r"to c8 within 1e-10, 0.1 between the pixels; error by element"):
+        assert_equivariant(lift, torch.randn_like(x), "c8", between=0.1)
+    with pytest.raises(AssertionError, match="between the pixels"):
+        assert_equivariant(lambda x: lift(x) * math.nan, x, "c8", between=0.1)
+
+
+@pytest.mark.parametrize("group", ["c8", "d8"])
+def test_centre_error_tells_filters_that_turn_from_those_that_do_not(group: str) -> None:
+    g = get_group(group)
+    lift = LiftingConv2d(3, 4, 5, padding=2, group=g, dtype=torch.float64)
+    planar = nn.Conv2d(3, 4, 5, padding=2, dtype=torch.float64)
+    for s, (turning, fixed) in enumerate(
+        zip(*(centre_error(module, (16, 3, 7, 7), g) for module in (lift, planar)), strict=True)
+    ):
+        assert turning < (1e-12 if g.exact[s] else 0.05)
+        assert fixed > 0.3 or s == 0
+    for shape in ((16, 3, 8, 7), (3, 7, 7), (16, 3, 4, 7, 7)):
+        with pytest.raises(ValueError, match=r"shape: expected \[N, C, .*h, w\] on group"):
+            centre_error(lift, shape, g)
+
+
+def test_audit_tells_how_far_off_a_network_is_between_the_pixels() -> None:
+    report = audit(network("c8"), 24, "c8")
+    planar = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), GlobalPool(), nn.Linear(4, 5))
+    fixed = audit(planar, 24, "c8")
+    assert report.between is not None
+    assert fixed.between is not None
+    assert report.between < 0.2 < fixed.between
+    assert report.resampling == 0  # its output is no map
+    assert f"between the pixels, on smooth images, {report.between:.1%} of its deviation" in report.summary()
+    maps = audit(LiftingConv2d(3, 4, 3, padding=1, group="c8"), 24, "c8")
+    assert maps.between is not None
+    assert 0 < maps.resampling < maps.between < 0.1
+    assert f"(interpolation alone {maps.resampling:.1%})" in maps.summary()
 
 
 def test_audit_leaves_the_model_alone_and_prints() -> None:

@@ -5,6 +5,7 @@ python scripts/make_figures.py
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -21,24 +22,25 @@ OUT = Path(__file__).parents[1] / "docs" / "figures"
 IMAGE, LAYER = 0, "stages.0.0.spatial.conv"
 
 
-def steering_figure(k: int = 5, fine: int = 61) -> Figure:
-    """One filter of c16 turned through 360°: the function that it is, and its values at the pixels."""
+def steering_figure(k: int = 5, fine: int = 61, columns: int = 8) -> Figure:
+    """One filter of c16 turned through 360°: the function that it is, and below its values at the pixels."""
     group = GROUPS["c16"]
-    coefficients = np.random.default_rng(4).normal(size=group.parameter_shape(k))
-    rows, columns = np.meshgrid(*[np.linspace(-k / 2, k / 2, fine)] * 2, indexing="ij")
-    points = np.stack([rows, columns], -1).reshape(-1, 2)
-    figure = Figure(figsize=(12, 1.9), layout="constrained")
-    axes = figure.subplots(2, len(group))
+    coefficients = np.random.default_rng(8).normal(size=group.parameter_shape(k))
+    grid = np.meshgrid(*[np.linspace(-k / 2, k / 2, fine)] * 2, indexing="ij")
+    points = np.stack(grid, -1).reshape(-1, 2)
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots(2 * len(group) // columns, columns)
     for s in group:
-        matrix = np.array(group.matrices[s])
-        smooth = (coefficients @ _harmonics.at(k, points @ matrix)).reshape(fine, fine)
-        pixels = (coefficients @ _harmonics.basis(k, group.matrices[s])).reshape(k, k)
-        for axis, values in zip(axes[:, s], (smooth, pixels), strict=True):
-            axis.imshow(values, cmap="RdBu_r", vmin=-4, vmax=4)
-            axis.set_axis_off()
-        axes[0, s].set_title(
-            group.element_names[s], fontsize=9, fontweight="bold" if group.exact[s] else None
-        )
+        row, column = 2 * (s // columns), s % columns
+        smooth = coefficients @ _harmonics.at(k, points @ np.array(group.matrices[s]))
+        pixels = coefficients @ _harmonics.basis(k, group.matrices[s])
+        for axis, values in zip(axes[row : row + 2, column], (smooth, pixels), strict=True):
+            axis.imshow(values.reshape(math.isqrt(values.size), -1), cmap="RdBu_r", vmin=-3, vmax=3)
+            axis.set(xticks=[], yticks=[])
+        weight = "bold" if group.exact[s] else None
+        axes[row, column].set_title(group.element_names[s], fontsize=10, fontweight=weight)
+    for axis, label in zip(axes[:, 0], ("function", f"{k}×{k} pixels") * 2, strict=True):
+        axis.set_ylabel(label, fontsize=9)
     return figure
 
 

@@ -21,9 +21,9 @@ def test_import_loads_nothing_heavy() -> None:
     code = f"""
 import sys
 import selfconv, selfconv.ops, selfconv.nn, selfconv.testing, selfconv.visualize
-print([m for m in {[*heavy, "rich", "huggingface_hub"]} if m in sys.modules])
+print([m for m in {[*heavy, "rich", "huggingface_hub", "torch._dynamo"]} if m in sys.modules])
 import selfconv.data
-print([m for m in {[*heavy, "rich", "huggingface_hub"]} if m in sys.modules])
+print([m for m in {[*heavy, "rich", "huggingface_hub", "torch._dynamo"]} if m in sys.modules])
 selfconv.create_model, selfconv.list_models, selfconv.model_info, selfconv.convert
 print([m for m in {heavy} if m in sys.modules])
 """

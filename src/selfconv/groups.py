@@ -247,13 +247,42 @@ class Group:
 # ---- constants of a group and a window ----
 
 
-@torch.compiler.assume_constant_result
+# not in torch 2.6
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
+
+
 def _constant(kind: str, matrices: tuple[Matrix, ...], k: int) -> Tensor:
     """A constant as a tensor, new each time: one made in a trace or in inference mode stays bound to it.
 
-    A compiler takes it as it is, if all that it depends on are numbers and words.
+    A compiler calls an operator for it. An exported program holds the numbers: it needs no operator of ours.
     """
+    if torch.compiler.is_dynamo_compiling() and not _is_exporting():
+        return _constant_op(kind, [entry for matrix in matrices for row in matrix for entry in row], k)
+    return _literal(kind, matrices, k)
+
+
+def _literal(kind: str, matrices: tuple[Matrix, ...], k: int) -> Tensor:
     return torch.from_numpy(_CONSTANTS[kind](matrices, k))
+
+
+# torch.compiler.assume_constant_result does just this, but imports half of torch
+_literal._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _array(kind: str, entries: list[float], k: int) -> npt.NDArray[Any]:
+    rows = list(zip(entries[::2], entries[1::2], strict=True))
+    return _CONSTANTS[kind](tuple(zip(rows[::2], rows[1::2], strict=True)), k)
+
+
+@torch.library.custom_op("selfconv::group_constant", mutates_args=())
+def _constant_op(kind: str, entries: list[float], k: int) -> Tensor:
+    return torch.from_numpy(_array(kind, entries, k)).clone()  # a compiler may reuse its memory
+
+
+@_constant_op.register_fake
+def _(kind: str, entries: list[float], k: int) -> Tensor:
+    array = _array(kind, entries, k)
+    return torch.empty(array.shape, dtype=torch.float64 if array.dtype.kind == "f" else torch.int64)
 
 
 def _basis(matrices: tuple[Matrix, ...], k: int) -> Array:

@@ -28,14 +28,16 @@ def steering_figure(k: int = 5, fine: int = 61, columns: int = 8) -> Figure:
     coefficients = np.random.default_rng(8).normal(size=group.parameter_shape(k))
     grid = np.meshgrid(*[np.linspace(-k / 2, k / 2, fine)] * 2, indexing="ij")
     points = np.stack(grid, -1).reshape(-1, 2)
-    figure = Figure(figsize=(9, 5), layout="constrained")
+    limit = 1.1 * np.abs(coefficients @ _harmonics.at(k, points)).max()
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots(2 * len(group) // columns, columns)
     for s in group:
         row, column = 2 * (s // columns), s % columns
         smooth = coefficients @ _harmonics.at(k, points @ np.array(group.matrices[s]))
         pixels = coefficients @ _harmonics.basis(k, group.matrices[s])
         for axis, values in zip(axes[row : row + 2, column], (smooth, pixels), strict=True):
-            axis.imshow(values.reshape(math.isqrt(values.size), -1), cmap="RdBu_r", vmin=-3, vmax=3)
+            side = math.isqrt(values.size)
+            axis.imshow(values.reshape(side, side), cmap="RdBu_r", vmin=-limit, vmax=limit)
             axis.set(xticks=[], yticks=[])
         weight = "bold" if group.exact[s] else None
         axes[row, column].set_title(group.element_names[s], fontsize=10, fontweight=weight)

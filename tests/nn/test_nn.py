@@ -394,8 +394,15 @@ def test_initialisation_between_the_pixels() -> None:
         filters = conv.steered_filters()
         assert filters[:, :, 0].std().item() == pytest.approx((2 / (32 * 8 * k * k)) ** 0.5, rel=0.03)
     asc = AffineSelfConv2d(64, 256, 5, group="c8")
-    for name in ("psi_q", "beta_q", "psi_k", "beta_k", "psi_v", "beta_v"):
-        assert getattr(asc, name).std().item() == pytest.approx(1 / 8, rel=0.15), name
+    psi_k, beta_k, psi_v, beta_v = asc.affine_parameters()  # at the pixels
+    for filters, planar in ((psi_k, False), (psi_v, False), (beta_k, True), (beta_v, True)):
+        assert filters is not None
+        assert filters.std().item() == pytest.approx(1 / 8, rel=0.05)
+        turned = asc.group.steer(filters, planar=planar)[:, 1]
+        assert turned.std().item() == pytest.approx(1 / 8, rel=0.1)  # 4% more, on average
+    for parameter in (asc.psi_q, asc.beta_q):
+        assert parameter is not None
+        assert parameter.std().item() == pytest.approx(1 / 8, rel=0.15)
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,11 @@ def test_a_model_that_its_config_does_not_describe_is_not_saved(tmp_path: Path) 
 
 # ---- the hub, played by a folder ----
 
+# huggingface_hub gave it a name of its own in 1.0
+MISSING_ON_HUB = getattr(
+    huggingface_hub.errors, "RemoteEntryNotFoundError", huggingface_hub.errors.EntryNotFoundError
+)
+
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -97,9 +102,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def download(repo_id: str, filename: str, **options: Any) -> str:
         assert set(options) >= {"revision", "token", "cache_dir", "force_download", "local_files_only"}
         if not (root / repo_id / filename).exists():
-            raise huggingface_hub.errors.RemoteEntryNotFoundError.__new__(
-                huggingface_hub.errors.RemoteEntryNotFoundError
-            )
+            raise MISSING_ON_HUB.__new__(MISSING_ON_HUB)
         return str(root / repo_id / filename)
 
     class Api:
@@ -131,6 +134,11 @@ def test_a_hub_model_with_pickled_weights_alone_is_refused(hub: Path) -> None:
         FileNotFoundError, match=r"'someone/model' on the hub.*pickled weights are not loaded"
     ):
         ResNet.from_pretrained("someone/model")
+
+
+def test_a_model_that_is_not_on_the_disk_is_not_called_pickled(tmp_path: Path) -> None:
+    with pytest.raises(huggingface_hub.errors.LocalEntryNotFoundError):
+        ResNet.from_pretrained("someone/model", cache_dir=tmp_path, local_files_only=True)
 
 
 # ---- bad input ----

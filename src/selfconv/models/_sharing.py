@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from huggingface_hub import PyTorchModelHubMixin, hf_hub_download
 from huggingface_hub.constants import CONFIG_NAME, SAFETENSORS_SINGLE_FILE
-from huggingface_hub.errors import RemoteEntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
@@ -91,7 +91,9 @@ class Shareable(nn.Module, PyTorchModelHubMixin):
             )
             try:
                 config, weights = download(CONFIG_NAME), download(SAFETENSORS_SINGLE_FILE)
-            except RemoteEntryNotFoundError:
+            except LocalEntryNotFoundError:  # the hub was not reached, which is another matter
+                raise
+            except EntryNotFoundError:  # before 1.0 of huggingface_hub its remote form has no name of its own
                 raise FileNotFoundError(
                     f"{place!r} on the hub: expected {CONFIG_NAME} and {SAFETENSORS_SINGLE_FILE}, and got no "
                     "such file; pickled weights are not loaded"

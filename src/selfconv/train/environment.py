@@ -14,7 +14,7 @@ import torch
 from selfconv._version import __version__
 from selfconv.train.record import Machine
 
-PACKAGES = ("torch", "numpy", "numba", "triton", "accelerate", "safetensors")
+PACKAGES = ("numpy", "numba", "triton", "accelerate", "safetensors")
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -23,7 +23,11 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    found = {"selfconv": __version__, "python": platform.python_version()}
+    found = {
+        "selfconv": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),  # with its build (+cpu), which a wheel's metadata may omit
+    }
     for package in PACKAGES:
         try:
             found[package] = version(package)

@@ -555,7 +555,7 @@ BROKEN: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "rolled, then folded": (lambda: Rolled(nn.ReLU(), "group last"), "0.1.layer", "its input does not turn"),
     "random": (Always, "0.1", "something else each time the network runs"),
     "positions": (AddsPositions, "0.1.positions", "its output does not depend on the image"),
-    "not a number": (lambda: nn.Hardtanh(math.nan, math.nan), "0.1", "its output is not a number"),
+    "not a number": (lambda: nn.Threshold(math.inf, math.nan), "0.1", "its output is not a number"),
 }
 
 

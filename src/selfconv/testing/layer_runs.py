@@ -51,11 +51,13 @@ def run_observed(model: nn.Module, x: Tensor, observe: Observer) -> list[Any]:
     """
     counts: Counter[str] = Counter()
 
+    @torch.compiler.disable  # a compiled network is compiled without what watches it
     def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
         changed = observe((name, counts[name]), module, "input", leaves, spec)
         return None if changed is None else tree_unflatten(changed, spec)
 
+    @torch.compiler.disable
     def after(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         leaves, spec = tree_flatten(output)
         changed = observe((name, counts[name]), module, "output", leaves, spec)

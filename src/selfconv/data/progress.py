@@ -25,7 +25,10 @@ def progress(title: str, total: int, unit: Literal["bytes", "images"]) -> Iterat
 
     counts = (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(),)
     console = Console(stderr=True)
+    if not console.is_terminal:  # before 14.3 of rich even a disabled bar ends with an empty line
+        yield lambda done: None
+        return
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), *counts, TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(escape_for_terminal(title), total=total)
         yield lambda done: bar.update(task, completed=done)

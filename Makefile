@@ -7,7 +7,7 @@ EXTRAS := app,cluster,dev,docs,onnx,plot,timm,train,triton
 # what is imported is compiled when it is first used, and then kept, whatever the environment says
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install browser demo test test-long docs dist lint typecheck format clean
+.PHONY: install browser demo test test-long test-oldest docs dist lint typecheck format clean
 
 install: $(VENV)/.installed
 
@@ -42,6 +42,17 @@ test: lint typecheck browser
 test-long: install
 	SELFCONV_TEST_EFFORT=15 $(BIN)/python -m pytest -n 2 tests/ops/test_fuzz.py tests/test_groups.py tests/data/test_archives.py tests/test_hostile_runs.py
 
+# the tests of the core with the oldest versions that pyproject.toml allows, in an environment of its own; downloads
+# some gigabytes, for old builds of torch come with CUDA. Python 3.11 or 3.12: for 3.13 the oldest have no wheels
+CORE := tests/data tests/models tests/nn tests/ops tests/test_groups.py tests/testing tests/train/test_training.py tests/trained \
+	--ignore tests/models/test_timm.py --ignore tests/ops/test_fuzz.py
+test-oldest: install
+	$(BIN)/uv venv --quiet --clear --python $(PYTHON) $(VENV)-oldest
+	$(BIN)/uv pip install --quiet --python $(VENV)-oldest/bin/python --resolution lowest-direct \
+		$$($(BIN)/python scripts/uv_options.py) -e '.[onnx,plot,train,triton]' \
+		$$(grep -E '^(hypothesis|pytest|pytest-xdist)==' constraints.txt)
+	$(VENV)-oldest/bin/python -m pytest -n 2 --dist loadfile $(CORE)
+
 docs: install
 	$(BIN)/python -m sphinx --fresh-env --write-all --fail-on-warning --keep-going --nitpicky docs docs/_build/html
 
@@ -60,4 +71,4 @@ format: install
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist docs/_build .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-oldest build dist docs/_build .mypy_cache .pytest_cache .ruff_cache

@@ -7,9 +7,12 @@ import re
 import runpy
 import subprocess
 import sys
+import tomllib
 
 import pytest
 from helpers import ROOT, source_of
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from selfconv.ops import reference
 
@@ -86,3 +89,39 @@ install.no-index='true'
     assert options(settings) == [
         best, *mirrors, "--extra-index-url=https://b/simple", "--find-links=/env", "--no-index"
     ]  # fmt: skip
+
+
+# ---- versions ----
+
+METADATA = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = METADATA["project"]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_pinned_versions_are_within_the_bounds() -> None:
+    pins = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            name, version = line.split("==")
+            pins[canonicalize_name(name)] = version
+    lists = [METADATA["build-system"]["requires"], PROJECT["dependencies"]]
+    lists += PROJECT["optional-dependencies"].values()
+    requirements = [requirement for group in lists for requirement in group]
+    assert len(requirements) > 20
+    for requirement in map(Requirement, requirements):
+        name = canonicalize_name(requirement.name)
+        assert name in pins, f"{requirement} is not pinned in constraints.txt"
+        assert requirement.specifier.contains(pins[name]), f"{name}=={pins[name]} is not {requirement}"
+
+
+def test_the_readme_tells_the_bounds() -> None:
+    (torch,) = (line for line in PROJECT["dependencies"] if line.startswith("torch"))
+    assert f"pip install '{torch}' --index-url" in README
+    pythons = [
+        version
+        for line in PROJECT["classifiers"]
+        if (version := line.removeprefix("Programming Language :: Python :: ")) != line and "." in version
+    ]
+    table = re.findall(r"^\| (3\.\d+) \|", README, re.MULTILINE)
+    assert sorted({*table}) == pythons
+    assert PROJECT["requires-python"] == f">={pythons[0]}"

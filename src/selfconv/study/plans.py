@@ -189,6 +189,7 @@ def _rotation_study() -> list[Line]:
     lines = [
         ("resnet29", "none"), ("resnet29", "any"), ("resnet29_asc", "any"),
         (FAIR_BASELINE, "none"), ("p4resnet29_asc", "none"), ("p4resnet29_asc", "any"),
+        ("c8resnet29_asc", "none"),
     ]  # fmt: skip
     return [
         Line(

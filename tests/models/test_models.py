@@ -112,7 +112,7 @@ def test_the_documentation_tells_the_counts_we_have() -> None:
 
 def test_the_names() -> None:
     names = list_models()
-    assert len(names) == len(set(names)) == 40
+    assert len(names) == len(set(names)) == 44
     assert {n for n in names if "29" in n} >= set(STATED)
     assert {n.replace("29", "83") for n in STATED} <= set(names)
     assert {"p4resnet29_simple_asc", "p4resnet29_asc_se", "p4mresnet29", "p4mresnet29_asc"} <= set(names)

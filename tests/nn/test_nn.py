@@ -395,10 +395,10 @@ def test_initialisation_between_the_pixels() -> None:
         assert filters[:, :, 0].std().item() == pytest.approx((2 / (32 * 8 * k * k)) ** 0.5, rel=0.03)
     asc = AffineSelfConv2d(64, 256, 5, group="c8")
     psi_k, beta_k, psi_v, beta_v = asc.affine_parameters()  # at the pixels
-    for filters, planar in ((psi_k, False), (psi_v, False), (beta_k, True), (beta_v, True)):
-        assert filters is not None
-        assert filters.std().item() == pytest.approx(1 / 8, rel=0.05)
-        turned = asc.group.steer(filters, planar=planar)[:, 1]
+    for sampled, planar in ((psi_k, False), (psi_v, False), (beta_k, True), (beta_v, True)):
+        assert sampled is not None
+        assert sampled.std().item() == pytest.approx(1 / 8, rel=0.05)
+        turned = asc.group.steer(sampled, planar=planar)[:, 1]
         assert turned.std().item() == pytest.approx(1 / 8, rel=0.1)  # 4% more, on average
     for parameter in (asc.psi_q, asc.beta_q):
         assert parameter is not None

@@ -34,7 +34,7 @@ from selfconv.testing import (
 )
 
 
-def network(group: str = "p4", **changes: nn.Module) -> nn.Sequential:
+def network(group: str = "p4", /, **changes: nn.Module) -> nn.Sequential:
     layers: dict[str, nn.Module] = {
         "stem": LiftingConv2d(3, 4, 3, padding=1, group=group),
         "norm": GroupBatchNorm(4, group=group),

@@ -391,8 +391,8 @@ def test_initialisation_between_the_pixels() -> None:
     """The filters have the variance of free ones, averaged over the window; ψ and β are as on every group."""
     for k in (1, 3, 5):
         conv = GroupConv2d(32, 64, k, group="c8")
-        filters = conv.steered_filters()
-        assert filters[:, :, 0].std().item() == pytest.approx((2 / (32 * 8 * k * k)) ** 0.5, rel=0.03)
+        steered = conv.steered_filters()
+        assert steered[:, :, 0].std().item() == pytest.approx((2 / (32 * 8 * k * k)) ** 0.5, rel=0.03)
     asc = AffineSelfConv2d(64, 256, 5, group="c8")
     psi_k, beta_k, psi_v, beta_v = asc.affine_parameters()  # at the pixels
     for sampled, planar in ((psi_k, False), (psi_v, False), (beta_k, True), (beta_v, True)):

@@ -123,14 +123,14 @@ def test_audit_passes_an_equivariant_network(group: str, size: int) -> None:
 def test_audit_names_the_first_layer_that_breaks(
     name: str, layer: nn.Module, size: int, reason: str, sizes: list[int]
 ) -> None:
-    report = audit(network(**{name: layer}), size, "p4")
+    report = audit(network("p4", **{name: layer}), size, "p4")
     assert not report.passed
     assert report.culprit == name
     assert report.reason is not None
     assert reason in report.reason
     assert sorted(report.sizes) == sorted(sizes)
     for works in report.sizes:
-        assert audit(network(**{name: layer}), works, "p4").passed
+        assert audit(network("p4", **{name: layer}), works, "p4").passed
 
 
 def test_audit_sees_planar_layers_and_positions() -> None:

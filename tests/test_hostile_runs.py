@@ -151,12 +151,18 @@ def export(case: Original) -> Answer:
 
 
 def resume(case: Original) -> Answer:
+    """What it says of a run that has finished, or the weights that it ends with."""
+    finished = Run(case.run).finished
     answer = by_command("train", "--out", case.run, "--resume")
-    if answer.code:
-        return answer
-    weights = load_file(case.run / "model" / "model.safetensors")
+    if answer.code or finished:
+        return Answer(answer.code, answer.result and answer.result.removeprefix(f"{case.run}: "))
+    return Answer(0, digest_of_weights(case.run))
+
+
+def digest_of_weights(run: Path) -> str:
+    weights = load_file(run / "model" / "model.safetensors")
     bits = b"".join(weights[name].numpy().tobytes() for name in sorted(weights))
-    return Answer(0, hashlib.sha256(bits).hexdigest())
+    return hashlib.sha256(bits).hexdigest()
 
 
 def explore(case: Original) -> Answer:
@@ -216,11 +222,13 @@ def answers(originals: dict[str, Original], tmp_path_factory: pytest.TempPathFac
     return found
 
 
-def test_every_command_answers_about_both(answers: dict[Any, Answer]) -> None:
+def test_every_command_answers_about_both(originals: dict[str, Original], answers: dict[Any, Answer]) -> None:
     assert {key: answer.code for key, answer in answers.items()} == dict.fromkeys(answers, 0) | {
         ("stopped", "report"): 2  # nothing has finished
     }
-    assert len({answers[which, "resume"] for which in ("finished", "stopped", "earlier")}) == 1
+    weights = Answer(0, digest_of_weights(originals["finished"].run))
+    assert answers["stopped", "resume"] == answers["earlier", "resume"] == weights
+    assert "has finished already, with test accuracy " in answers["finished", "resume"].result
     assert answers["finished", "predict"] != answers["stopped", "predict"]
 
 
@@ -577,4 +585,6 @@ def test_any_file_of_a_run_may_be_anything(
         right = [answers[which, command]]
         if which == "stopped" and "checkpoints/" in what:  # if the last is damaged, the one before serves
             right.append(answers["earlier", command])
+        if command == "resume":  # without its record, a run that has finished does so again
+            right.append(answers["stopped", command])
         assert answer in right, f"{command}, {which}, {what}"

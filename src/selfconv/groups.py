@@ -217,7 +217,7 @@ class Group:
         Returns:
             ``[..., P, R, k, k]``, or ``[..., P, k, k]`` if ``planar``.
         """
-        k = filters.shape[-1]
+        k = int(filters.shape[-1])  # torch.jit.trace makes tensors of sizes
         domain = 1 if planar else len(self)
         if filters.shape[-2] != k or (not planar and filters.shape[-3] != domain):
             lead = "" if planar else f"{domain}, "
@@ -233,7 +233,7 @@ class Group:
         return steered.unflatten(-1, (len(self), *(() if planar else (domain,)), k, k))
 
     def _steer_between_pixels(self, filters: Tensor, planar: bool) -> Tensor:
-        k = filters.shape[-1]
+        k = int(filters.shape[-1])  # torch.jit.trace makes tensors of sizes
         self._check_window(k)
         steering = _constant("steering", self.matrices, k)  # [k·k, P·k·k]
         turned = _combine(filters.flatten(-2), steering)  # [..., (R,) P·k·k]

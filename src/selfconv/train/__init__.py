@@ -29,7 +29,7 @@ from selfconv.train.errors import (
 if TYPE_CHECKING:
     from selfconv.train.checkpoints import Checkpoint, load_last
     from selfconv.train.progress import Progress, Watch
-    from selfconv.train.record import EpochMetrics, Machine, Record, initial_options
+    from selfconv.train.record import BestEpoch, EpochMetrics, Machine, Record, initial_options
     from selfconv.train.runs import Run, open_data, read_metrics
     from selfconv.train.setup import build_model, make_accelerator
     from selfconv.train.signals import StopSignals
@@ -39,7 +39,7 @@ else:
         __name__,
         checkpoints=["Checkpoint", "load_last"],
         progress=["Progress", "Watch"],
-        record=["EpochMetrics", "Machine", "Record", "initial_options"],
+        record=["BestEpoch", "EpochMetrics", "Machine", "Record", "initial_options"],
         runs=["Run", "open_data", "read_metrics"],
         signals=["StopSignals"],
         setup=["build_model", "make_accelerator"],
@@ -48,6 +48,7 @@ else:
 
 __all__ = [
     "RECIPES",
+    "BestEpoch",
     "Checkpoint",
     "DataOptions",
     "Diverged",

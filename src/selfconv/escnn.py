@@ -1,4 +1,4 @@
-"""Layers of selfconv in networks of escnn, and the other way round. ``import selfconv.escnn`` needs escnn.
+"""Uses selfconv layers in escnn networks, and escnn layers in selfconv networks. Needs escnn.
 
 escnn's features are fields, each with a representation of the group. C *regular* fields, that is
 ``[N, C·|H|, h, w]``, are our features on the group, ``[N, C, |H|, h, w]``; C *trivial* fields are our planar
@@ -37,8 +37,8 @@ __all__ = ["AsEscnn", "FromEscnn", "from_escnn", "group_of", "to_escnn"]
 def group_of(gspace: Any) -> Group:
     """The group with the elements of an escnn space: p4 for ``rot2dOnR2(4)``, c8 for ``rot2dOnR2(8)``.
 
-    A space that acts like none of ``selfconv.groups.GROUPS``, such as ``rot2dOnR2(2)``, gets a group of its
-    own, in escnn's order.
+    For a space that matches none of ``selfconv.groups.GROUPS``, such as ``rot2dOnR2(2)``, a new group is
+    created, with its elements in escnn's order.
     """
     matrices = _matrices(gspace)
     for group in GROUPS.values():
@@ -48,11 +48,11 @@ def group_of(gspace: Any) -> Group:
 
 
 def to_escnn(x: Tensor, field_type: FieldType, group: str | Group | None = None) -> GeometricTensor:
-    """Our features as escnn's: ``[N, C, |H|, h, w]`` as C regular fields, ``[N, C, h, w]`` as C trivial ones.
+    """Converts to escnn: ``[N, C, |H|, h, w]`` to C regular fields, ``[N, C, h, w]`` to C trivial fields.
 
     Args:
         field_type: C times ``gspace.regular_repr``, or C times ``gspace.trivial_repr``.
-        group: whose planes x has; by default ``group_of(field_type.gspace)``.
+        group: the group of x; by default ``group_of(field_type.gspace)``.
     """
     planes = _planes(field_type, group)
     axis = [] if planes is None else [len(planes)]
@@ -66,9 +66,9 @@ def to_escnn(x: Tensor, field_type: FieldType, group: str | Group | None = None)
 
 
 def from_escnn(x: GeometricTensor, group: str | Group | None = None) -> Tensor:
-    """escnn's features as ours: regular fields as ``[N, C, |H|, h, w]``, trivial ones as ``[N, C, h, w]``.
+    """Converts from escnn: regular fields to ``[N, C, |H|, h, w]``, trivial fields to ``[N, C, h, w]``.
 
-    The inverse of ``to_escnn``; a view, where the planes have the same order.
+    The inverse of ``to_escnn``; a view if the planes have the same order.
     """
     planes = _planes(x.type, group)
     if x.tensor.dim() != 4:
@@ -80,14 +80,14 @@ def from_escnn(x: GeometricTensor, group: str | Group | None = None) -> Tensor:
 
 
 class AsEscnn(EquivariantModule):
-    """A layer or network on our features as a module of escnn, for its ``SequentialModule`` and the like.
+    """Wraps a selfconv layer or network as an escnn module, for example for ``SequentialModule``.
 
     Shapes: those of ``in_type`` and ``out_type``, regular or trivial fields each. Equivariant to the group of
     their space, if the layer is.
 
     Args:
-        layer: from features like ``from_escnn`` gives for ``in_type`` to such features for ``out_type``.
-        group: that of the layer; by default ``group_of(in_type.gspace)``.
+        layer: maps features as returned by ``from_escnn`` for ``in_type`` to such features for ``out_type``.
+        group: the group of the layer; by default ``group_of(in_type.gspace)``.
     """
 
     def __init__(
@@ -119,14 +119,14 @@ class AsEscnn(EquivariantModule):
 
 
 class FromEscnn(nn.Module):
-    """A module of escnn as a layer on our features.
+    """Wraps an escnn module as a layer on selfconv features.
 
     Shapes: ``[N, C, |H|, h, w]`` for regular fields of the module's ``in_type`` and ``out_type``, and
     ``[N, C, h, w]`` for trivial ones. Equivariant to the group of their space, as the module is.
 
     Args:
         module: an ``escnn.nn.EquivariantModule`` from regular or trivial fields to such fields.
-        group: that of the features; by default ``group_of(module.in_type.gspace)``.
+        group: the group of the features; by default ``group_of(module.in_type.gspace)``.
     """
 
     def __init__(self, module: EquivariantModule, group: str | Group | None = None) -> None:

@@ -11,9 +11,10 @@ A group here is the rotational (and mirror) part H of a group G of the plane's s
 An element is the matrix by which it moves (row, column) offsets. Everything else, tables and actions alike,
 follows from the matrices, so a new group is one more line in ``GROUPS``.
 
-Elements of z2, p4 and p4m map the grid to itself: they move pixels, and act exactly. Others look between the
-pixels. Their tables are as exact; they act on filters through a band-limited basis (``_harmonics``), on
-images through interpolation (``_resample``). Quarter turns and mirrors among them stay exact.
+Elements of z2, p4 and p4m map the grid to itself: they permute pixels, and act exactly. Other elements need
+values between the pixels. Their tables are exact too; they act on filters through a band-limited basis
+(``_harmonics``), and on images through interpolation (``_resample``). In these groups the rotations by
+multiples of 90° and the reflections of the grid remain exact.
 
 Conventions: planar features are ``[..., h, w]``, group features ``[..., |H|, h, w]``. An element S acts
 on both as the paper's L_S: L_S[f](y) = f(S⁻¹y) and L_S[f](R, y) = f(S⁻¹R, S⁻¹y), about the centre of
@@ -70,7 +71,7 @@ def _snapped(entry: float) -> float:
 
 @dataclass(frozen=True)
 class Group:
-    """A finite group of turns and mirrors of the plane, given by its matrices, the identity first.
+    """A finite group of rotations and reflections of the plane, given by its matrices, the identity first.
 
     Elements are named by their index; ``product[s][r]`` and ``inverse[s]`` are the group's tables.
     """
@@ -103,7 +104,7 @@ class Group:
 
     @cached_property
     def product(self) -> tuple[tuple[int, ...], ...]:
-        """The Cayley table: ``product[s][r]`` is the element that acts like r, then s."""
+        """The Cayley table: ``product[s][r]`` is the element that acts as r followed by s."""
         index = {_key(m): i for i, m in enumerate(self.matrices)}
         return tuple(tuple(index[_key(_multiply(s, r))] for r in self.matrices) for s in self.matrices)
 
@@ -113,7 +114,7 @@ class Group:
 
     @cached_property
     def quotient(self) -> tuple[tuple[int, ...], ...]:
-        """``quotient[p][r]`` is p⁻¹r, by which every filter on the group is indexed."""
+        """``quotient[p][r]`` is p⁻¹r, the index into every filter on the group."""
         return tuple(self.product[p_inv] for p_inv in self.inverse)
 
     @cached_property
@@ -123,14 +124,14 @@ class Group:
 
     @cached_property
     def band_limited(self) -> bool:
-        """Whether some element looks between the pixels, so that filters must be known there."""
+        """Whether some element does not map the grid to itself: filters then need values between pixels."""
         return not all(self.exact)
 
     @cached_property
     def factors(self) -> tuple[tuple[int, int], ...]:
-        """Each element s as q·r: q is exact, and r the same for all s that differ by an exact element alone.
+        """Each element s as q·r, where q is exact and r is shared by all s that differ by an exact element.
 
-        What is done between the pixels is done for r alone. So exact elements stay exact.
+        Only r is applied by interpolation, so exact elements remain exact.
         """
         exact = [q for q in self if self.exact[q]]
         by_r = [{self.product[self.inverse[q]][s]: q for q in exact} for s in self]
@@ -138,7 +139,7 @@ class Group:
 
     @cached_property
     def element_names(self) -> tuple[str, ...]:
-        """What each element does to a picture: turns it counter-clockwise, perhaps after a mirror."""
+        """The name of each element: a counter-clockwise rotation, possibly after a reflection."""
         names = []
         for (a, b), (c, d) in self.matrices:
             angle = round(math.degrees(math.atan2(c, a)), 1) % 360
@@ -146,12 +147,12 @@ class Group:
         return tuple(names)
 
     def index(self, matrix: Matrix) -> int | None:
-        """The element with that matrix, up to rounding; None if there is none."""
+        """The element with this matrix, up to rounding; None if the group does not contain it."""
         key = _key(matrix)
         return next((i for i, m in enumerate(self.matrices) if _key(m) == key), None)
 
     def turn(self, quarters: int) -> int | None:
-        """The element that turns by so many quarters, counter-clockwise; None if there is none."""
+        """The counter-clockwise rotation by this many quarter turns; None if it is not in the group."""
         return self.index(_power(QUARTER_TURN, quarters % 4))
 
     def apply(self, s: int, offset: tuple[float, float]) -> tuple[float, float]:
@@ -182,18 +183,18 @@ class Group:
     # ---- filters ----
 
     def parameter_shape(self, k: int) -> tuple[int, ...]:
-        """What is learned of a filter on k×k pixels: values ``(k, k)``, or coefficients ``(functions,)``."""
+        """The shape of a k×k filter's parameters: values ``(k, k)``, or coefficients ``(functions,)``."""
         self._check_window(k)
         return (len(_harmonics.basis(k)),) if self.band_limited else (k, k)
 
     def window_values(self, parameters: Tensor, k: int) -> Tensor:
-        """The filters ``[..., k, k]`` that parameters ``[..., *parameter_shape(k)]`` stand for."""
+        """The filters ``[..., k, k]`` for parameters ``[..., *parameter_shape(k)]``."""
         if not self.band_limited:
             return parameters
         return _combine(parameters, _constant("basis", self.matrices, k)).unflatten(-1, (k, k))
 
     def basis(self, k: int) -> Tensor | None:
-        """The functions that filters on k×k pixels are sums of, ``[functions, k, k]``; None: any values."""
+        """The basis of k×k filters, ``[functions, k, k]``; None if every filter value is a parameter."""
         self._check_window(k)
         return (
             torch.from_numpy(_harmonics.basis(k)).clone().unflatten(-1, (k, k)) if self.band_limited else None
@@ -206,10 +207,10 @@ class Group:
             )
 
     def steer(self, filters: Tensor, *, planar: bool = False) -> Tensor:
-        """Every element's view of a filter, L_P[ψ](R, y) = ψ(P⁻¹R, P⁻¹y); differentiable.
+        """The filter transformed by every element P, L_P[ψ](R, y) = ψ(P⁻¹R, P⁻¹y); differentiable.
 
-        On a band-limited group ψ is known between the pixels as the sum of basis functions that is nearest to
-        the given values.
+        On a band-limited group, the values of ψ between the pixels are those of the least-squares fit by
+        basis functions.
 
         Args:
             filters: ``[..., |H|, k, k]``, or ``[..., k, k]`` if ``planar``.
@@ -356,12 +357,12 @@ def _rotations(order: int) -> tuple[Matrix, ...]:
 
 
 def cyclic(name: str, order: int) -> Group:
-    """C_N: turns by multiples of 360°/N."""
+    """C_N: rotations by multiples of 360°/N."""
     return Group(name, _rotations(order))
 
 
 def dihedral(name: str, order: int) -> Group:
-    """D_N: the turns, then each of them after a mirror."""
+    """D_N: the rotations, followed by each rotation after a reflection."""
     turns = _rotations(order)
     return Group(name, turns + tuple(_multiply(m, MIRROR) for m in turns))
 
@@ -373,7 +374,7 @@ GROUPS = {group.name: group for group in (Z2, P4, P4M, *FINE)}
 
 
 def get_group(group: str | Group) -> Group:
-    """The group of that name; a Group passes through."""
+    """The group with this name; a ``Group`` is returned unchanged."""
     if isinstance(group, Group):
         return group
     if not isinstance(group, str) or group not in GROUPS:

@@ -1,6 +1,6 @@
-"""``import selfconv.timm`` makes the models known to timm: ``timm.create_model("p4resnet29_asc")``.
+"""``import selfconv.timm`` registers the models with timm: ``timm.create_model("p4resnet29_asc")``.
 
-They take timm's ``num_classes`` (0 leaves out the classifier), ``in_chans``, ``global_pool`` (``"avg"`` or
+They accept timm's ``num_classes`` (0 for no classifier), ``in_chans``, ``global_pool`` (``"avg"`` or
 ``"max"``) and ``pretrained``, and every override of ``selfconv.create_model``.
 """
 

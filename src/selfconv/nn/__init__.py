@@ -1,8 +1,8 @@
 """Layers on any group: the same classes for ``"z2"``, ``"p4"``, ``"p4m"``, ``"c8"`` and the others.
 
-Planar features are ``[N, C, h, w]``; group features ``[N, C, |H|, h, w]``. Activations need no class of
-their own: pointwise ones, such as ``nn.ReLU``, are equivariant as they are. So is ``torch.cat`` along the
-channels, and so are several of torch's norms: docs/layers.md lists which.
+Planar features are ``[N, C, h, w]``; group features ``[N, C, |H|, h, w]``. Pointwise activations, such as
+``nn.ReLU``, are equivariant, so there is no class for them. ``torch.cat`` along the channels and several of
+torch's norms are equivariant too: docs/layers.md lists them.
 """
 
 from selfconv.nn._affine import AffineConv2d, DepthwiseConv2d

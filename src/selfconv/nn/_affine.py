@@ -1,4 +1,4 @@
-"""Affine convolution: what is left of affine self convolution without attention."""
+"""Affine convolution: affine self convolution without attention."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from selfconv.ops import affine_conv
 
 
 class DepthwiseConv2d(nn.Module):
-    """A filter for each channel, on the plane or on a group, and no mixing of channels:
+    """Depthwise convolution, one filter per channel, on the plane or on a group:
 
         out_c(P, x) = Σ_(R,y) f_c(R, y) ψ_c(P⁻¹R, P⁻¹(y − x)) + b_c
 
@@ -46,7 +46,7 @@ class DepthwiseConv2d(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """He initialisation: a channel's fan is its window on every plane."""
+        """He initialisation; the fan-in of a channel is its window times the number of planes."""
         nn.init.normal_(self.weight, std=math.sqrt(2 / (len(self.group) * self.kernel_size**2)))
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -63,12 +63,13 @@ class DepthwiseConv2d(nn.Module):
 
 
 class AffineConv2d(nn.Module):
-    """Affine self convolution with α = 1, the control that shows what attention adds:
+    """Affine self convolution with α = 1, a control experiment for the effect of attention:
 
         V = f ⋆ W^V                                                                       1×1, with bias
         out(P, x) = W^O ⋆ Σ_y Σ_R V(R, y) ψ(P⁻¹R, P⁻¹(y − x)) + β(P⁻¹(y − x))           W^O without bias
 
-    β sums to one value per channel. Shapes, equivariance and ``stride`` are those of ``AffineSelfConv2d``.
+    The sum over β is one value per channel. Shapes, equivariance and ``stride`` are those of
+    ``AffineSelfConv2d``.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Affine self convolution and its relatives as layers."""
+"""Affine self convolution, its simple form and stand-alone self-attention as layers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ AffineParameters = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | N
 
 
 class LocalAttention2d(nn.Module):
-    """What the attention layers share: 1×1 maps in and out, heads, pooling for stride. Subclasses say which
-    maps there are (``projection``) and which affine parameters (``affine_parameters``)."""
+    """Base class of the attention layers: input and output 1×1 maps, heads, pooling for stride. Subclasses
+    define the input maps (``projection``) and the affine parameters (``affine_parameters``)."""
 
     psi: PsiKind = "channel"
     affine: AffineKind = "both"
@@ -103,13 +103,14 @@ class LocalAttention2d(nn.Module):
         return None if beta is None else self.group.window_values(beta, self.kernel_size)
 
     def reset_parameters(self, affine_std: float | None = None) -> None:
-        """He initialisation for the 1×1 maps (the fan counts every plane), zero biases, ψ, β ~ N(0, std²).
+        """He initialisation of the 1×1 maps (all planes count in the fan-in), zero biases, ψ, β ~ N(0, std²).
 
         Args:
-            affine_std: by default 1/|H|, on the plane the paper's 1. On a group the affine map sums |H|
-                planes, and the deviation of 1 that the paper states for all its examples learns more slowly.
-                On a band-limited group it also turns worse: a sharp softmax picks pixels, which are elsewhere
-                when the image is turned by 45°.
+            affine_std: standard deviation of ψ and β; by default 1/|H|, which on the plane is the paper's 1.
+                On a group the affine map sums |H| planes, and networks with the standard deviation of 1 that
+                the paper states for all its examples learn more slowly. On a band-limited group they are also
+                less equivariant: a sharp softmax selects single pixels, which do not coincide with pixels
+                when the image is rotated by 45°.
         """
         std = 1 / len(self.group) if affine_std is None else affine_std
         for name, parameter in self.named_parameters(recurse=False):
@@ -129,15 +130,15 @@ class LocalAttention2d(nn.Module):
 
     @abstractmethod
     def affine_parameters(self) -> AffineParameters:
-        """ψ^K, β^K, ψ^V, β^V as ``selfconv.ops.affine_self_conv`` takes them."""
+        """ψ^K, β^K, ψ^V, β^V in the shapes of ``selfconv.ops.affine_self_conv``."""
 
     @abstractmethod
     def projection(self) -> tuple[Tensor, Tensor | None]:
-        """The 1×1 map that makes A^Q[Q], K and V: its filters [C, in, |H|] and bias."""
+        """The 1×1 map that computes A^Q[Q], K and V: its filters [C, in, |H|] and bias."""
 
     @property
     def packed_channels(self) -> tuple[int, ...]:
-        """How many channels of what ``project`` returns are query, key and value."""
+        """The numbers of channels of query, key and value in the output of ``project``."""
         return self.key_channels, self.key_channels, self.out_channels
 
     def _maps(self) -> Tensor:
@@ -154,13 +155,13 @@ class LocalAttention2d(nn.Module):
         return split_packed(self.project(x), self.packed_channels)
 
     def project(self, x: Tensor) -> Tensor:
-        """A^Q[Q], K and V of the features x one behind the other along the channels, by one convolution."""
+        """A^Q[Q], K and V of the features x, concatenated along the channels, computed by one convolution."""
         check_features(type(self).__name__, x, self.in_channels, self.group)
         filters, bias = self.projection()
         return group_conv(x, self.group.steer(filters[..., None, None]), bias, self.group)
 
     def attend(self, packed: Tensor) -> Tensor:
-        """Σ_y α((P,x), (P,y)) A^V_(P,x)[V](y) of what ``project`` returns."""
+        """Σ_y α((P,x), (P,y)) A^V_(P,x)[V](y) for the output of ``project``."""
         return affine_self_conv_packed(
             packed, self.packed_channels, *self.affine_parameters(),
             num_heads=self.num_heads, scale=self.scale, group=self.group,
@@ -168,11 +169,11 @@ class LocalAttention2d(nn.Module):
         )  # fmt: skip
 
     def output_map(self, values: Tensor) -> Tensor:
-        """W^O ⋆ values, after averaging stride×stride cells: it commutes with a 1×1 map, and is cheap."""
+        """W^O ⋆ values after averaging stride×stride cells: the two commute, and this order is cheaper."""
         return group_conv(avg_pool(values, self.stride), self.steered_output(), self.b_out, self.group)
 
     def steered_output(self) -> Tensor:
-        """W^O as every element P of the group sees it: [out, out, P, R, 1, 1]."""
+        """W^O transformed by every element P of the group: [out, out, P, R, 1, 1]."""
         return self.group.steer(self.w_out.reshape(self.out_channels, self.out_channels, -1, 1, 1))
 
     def attention_weights(self, x: Tensor) -> Tensor:
@@ -180,7 +181,7 @@ class LocalAttention2d(nn.Module):
         return self.attend_with_weights(*self.query_key_value(x))[1]
 
     def attend_with_weights(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """What ``attend`` returns, and α with it."""
+        """The output of ``attend``, and α."""
         return affine_self_conv(
             query, key, value, *self.affine_parameters(),
             num_heads=self.num_heads, scale=self.scale, group=self.group,
@@ -240,23 +241,23 @@ class AffineSelfConv2d(LocalAttention2d):
         α((P,x), (P,y)) = softmax_y(scale · A^Q_(P,x)[Q](x) · A^K_(P,x)[K](y))           in each head
         out(P, x) = W^O ⋆ Σ_y α((P,x), (P,y)) A^V_(P,x)[V](y)                            no bias by default
 
-    ψ^Q and β^Q act only at the centre, so they are one value per channel (and element of the group).
+    ψ^Q and β^Q are applied only at the centre, so they have one value per channel (and element of the group).
 
     Shapes: ``[N, in, |H|, h, w] -> [N, out, |H|, h, w]``; on z2 without the group axis.
     Equivariant to shifts and to ``group``. ``stride`` averages stride×stride cells of the result, which
     keeps both exact on maps whose sides are multiples of it.
 
-    Where names differ from the paper's: ``w_in``/``b_in`` hold W^Q, W^K, W^V one below the other,
-    ``w_out`` is W^O, ``key_channels`` is d_k.
+    Names that differ from the paper's: ``w_in``/``b_in`` hold W^Q, W^K, W^V concatenated along the output
+    channels, ``w_out`` is W^O, ``key_channels`` is d_k.
 
     On a band-limited group (``group.band_limited``: c8, d8, …) ψ and β are stored as coefficients of
-    ``group.basis(k)``, one axis of functions in the place of k×k. Quarter turns and mirrors are exact, other
-    elements approximate.
+    ``group.basis(k)``, one axis of functions instead of k×k. Rotations by multiples of 90° and the
+    reflections of the grid are exact, other elements approximate.
 
     Args:
         psi: ``"channel"`` scales each channel by itself, ``"dense"`` maps all channels to all.
         affine: what the three affine maps consist of: ψ and β (``"both"``), ``"psi"`` alone (β = 0), or
-            ``"beta"`` alone (ψ = 1: the features of the centre's own plane pass as they are).
+            ``"beta"`` alone (ψ = 1: the features of the centre's own plane are used unchanged).
         scale: factor of the score; by default 1 / key channels.
         backend: of ``selfconv.ops.affine_self_conv``.
     """
@@ -328,8 +329,8 @@ class SimpleAffineSelfConv2d(LocalAttention2d):
         α((P,x), (P,y)) = softmax_y(scale · A_(P,x)[F](x) · A_(P,x)[F](y))               in each head
         out(P, x) = W^O ⋆ Σ_y α((P,x), (P,y)) A_(P,x)[F](y)                              no bias by default
 
-    One pair ψ, β serves the centre, the neighbours and the aggregation. Shapes, equivariance and arguments
-    are those of ``AffineSelfConv2d``; ``w_in`` is W, ``w_out`` is W^O.
+    The same ψ, β is used for the centre, the neighbours and the aggregation. Shapes, equivariance and
+    arguments are those of ``AffineSelfConv2d``; ``w_in`` is W, ``w_out`` is W^O.
     """
 
     def __init__(
@@ -390,8 +391,8 @@ class StandAloneSelfAttention2d(LocalAttention2d):
         out(P, x) = W^O ⋆ Σ_y α((P,x), (P,y)) V(P, y)
 
     with β^K factorised: in each head the first half of the channels depends on the row offset alone, the
-    second half on the column offset (``beta_k`` is ``[C, k]``). On a group every plane attends to itself; on
-    groups with turns between quarter turns there is no such layer, as they mix rows and columns.
+    second half on the column offset (``beta_k`` is ``[C, k]``). On a group every plane attends to itself.
+    Groups with rotations other than by multiples of 90° are not supported, because they mix rows and columns.
     Shapes, equivariance and arguments are those of ``AffineSelfConv2d``.
     """
 
@@ -448,7 +449,7 @@ class StandAloneSelfAttention2d(LocalAttention2d):
 
 
 def set_backend(module: nn.Module, backend: str | None) -> nn.Module:
-    """Makes every attention layer inside ``module`` use that backend (None: choose by itself); returns it."""
+    """Sets the backend of every attention layer in ``module`` (None: automatic); returns ``module``."""
     check_backend(backend)
     for layer in module.modules():
         if isinstance(layer, LocalAttention2d):

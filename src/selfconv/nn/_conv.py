@@ -15,7 +15,7 @@ Downsample = Literal["stride", "pool"]
 
 
 class _SteeredConv2d(nn.Module):
-    """What lifting and group convolution share: one filter bank, seen by every element of the group."""
+    """Base class of lifting and group convolution: one filter bank, steered by the group."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class _SteeredConv2d(nn.Module):
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
-        """He initialisation of the filters; on group input the fan counts every plane."""
+        """He initialisation of the filters; for group input the fan-in includes all planes."""
         fan = self.weight.shape[1] * self.kernel_size**2
         nn.init.normal_(self.weight, std=math.sqrt(2.0) / math.sqrt(fan))  # coefficients keep the variance
         if self.bias is not None:
@@ -100,12 +100,14 @@ class LiftingConv2d(_SteeredConv2d):
         [f ⋆ ψ](P, x) = Σ_y f(y) ψ(P⁻¹(y − x)) + b
 
     Shapes: ``[N, in, h, w] -> [N, out, |H|, h', w']``; on z2 an ordinary convolution, ``[N, out, h', w']``.
-    Equivariant to shifts (by multiples of ``stride``) and to ``group``. With ``stride`` > 1 that holds only
-    on sizes where (size + 2·padding − kernel_size) is a multiple of the stride; ``downsample="pool"``
-    convolves at stride 1 and averages stride×stride cells instead, exact on multiples of the stride.
+    Equivariant to shifts (by multiples of ``stride``) and to ``group``. With ``stride`` > 1 equivariance to
+    ``group`` holds only on sizes where (size + 2·padding − kernel_size) is a multiple of the stride;
+    ``downsample="pool"`` convolves at stride 1 and averages stride×stride cells instead, exact on multiples
+    of the stride.
 
     The weight is ``[out, in, k, k]``; on a band-limited group (``group.band_limited``) coefficients of
-    ``group.basis(k)``, ``[out, in, functions]``, and turns between quarter turns are approximate.
+    ``group.basis(k)``, ``[out, in, functions]``, and rotations other than by multiples of 90° are
+    approximate.
     """
 
     def _domain(self) -> int:

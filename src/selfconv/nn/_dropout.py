@@ -19,14 +19,14 @@ class GroupDropout(nn.Module):
         channel   y_c(R, x) = f_c(R, x) m_c          one draw for each image and channel
         point     y_c(R, x) = f_c(R, x) m_c(x)       one draw for each image, channel and place
 
-    m is 0 with probability ``p`` and 1 / (1 − p) otherwise. Shapes: ``[N, C, |H|, h, w]``, on z2
-    ``[N, C, h, w]``, to the same.
+    m is 0 with probability ``p`` and 1 / (1 − p) otherwise. Shapes: ``[N, C, |H|, h, w]``, on z2 ``[N, C, h,
+    w]``; the output has the same shape.
 
-    Equivariance of a random layer can mean two things. *For the same mask*: layer(L_S[f]; m) =
-    L_S[layer(f; m)], each draw of the layer is an equivariant function; "channel" is, to ``group`` and
-    shifts. *In distribution*: layer(L_S[f]; m) and L_S[layer(f; m)] are equally probable, since
-    layer(L_S[f]; L_S[m]) = L_S[layer(f; m)] and L_S[m] is as probable as m; "point" is, and so is
-    ``nn.Dropout``, which draws for each plane too and so leaves parts of a group feature standing.
+    Equivariance of a random layer can mean two things. *For the same mask*: layer(L_S[f]; m) = L_S[layer(f;
+    m)], the layer is an equivariant function for every mask; "channel" has this property, for ``group`` and
+    shifts. *In distribution*: layer(L_S[f]; m) and L_S[layer(f; m)] are equally probable, since layer(L_S[f];
+    L_S[m]) = L_S[layer(f; m)] and L_S[m] is as probable as m; "point" has this property, and so has
+    ``nn.Dropout``, which also samples for each plane and so drops only parts of a group feature.
     """
 
     def __init__(self, p: float = 0.5, mode: DropoutMode = "channel", *, group: str | Group = "z2") -> None:

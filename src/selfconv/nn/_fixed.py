@@ -1,9 +1,9 @@
-"""Layers with filters that are made once: a network that is not trained any more.
+"""Layers with fixed, precomputed filters, for a network that is no longer trained.
 
-While parameters move, every call steers the filters of a group anew and folds A^Q into its map anew. Here
-that is done for good: a convolution on a group is an ordinary one, whose channels are the channels and planes
-of the group, and attention keeps ψ and β as every element of the group sees them. Same function, a fraction
-of the operators; the filters are stored |H| times.
+During training, every call steers the filters of a group and folds A^Q into its map. Here this is done once:
+a convolution on a group becomes an ordinary convolution, whose channels are the channels and planes of the
+group, and attention stores ψ and β transformed by every element of the group. The function is the same, with
+a fraction of the operators; the filters are stored |H| times.
 """
 
 from __future__ import annotations

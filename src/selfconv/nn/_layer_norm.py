@@ -1,4 +1,4 @@
-"""Layer normalisation over channels: the one of torch's norms that group features need a class for."""
+"""Layer normalisation over channels, which torch's norms do not provide for group features."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from selfconv.nn._layout import (
 
 
 class GroupLayerNorm(nn.LayerNorm):
-    """Layer normalisation over the channels, at each point of the group by itself:
+    """Layer normalisation over the channels, separately at each point of the group:
 
         y_c(R, x) = γ_c (f_c(R, x) − mean(R, x)) / √(var(R, x) + ε) + β_c,   mean and variance over c
 
-    Shapes: ``[N, C, |H|, h, w]``, on z2 ``[N, C, h, w]``, to the same. Equivariant to ``group`` and shifts:
-    both move points, and the layer treats all points alike. ``nn.LayerNorm`` itself normalises the last axes,
-    here space, with γ and β for each place, and is not equivariant.
+    Shapes: ``[N, C, |H|, h, w]``, on z2 ``[N, C, h, w]``, the output has the same shape. Equivariant to
+    ``group`` and shifts: both permute points, and the layer treats all points in the same way.
+    ``nn.LayerNorm`` normalises the last axes, here space, with γ and β for each position, and is not
+    equivariant.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Batch normalisation with one mean and deviation per channel, whatever the group."""
+"""Batch normalisation with one mean and standard deviation per channel, on any group."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class GroupBatchNorm(nn.BatchNorm2d):
 
         y_c(R, x) = γ_c (f_c(R, x) − mean_c) / √(var_c + ε) + β_c,   mean and variance over N, R and x
 
-    Shapes: ``[N, C, |H|, h, w]``, on z2 ``[N, C, h, w]``, to the same. Equivariant to ``group`` and shifts:
-    per-plane statistics would not be. A subclass of ``nn.BatchNorm2d``, so that weight decay filters and
-    ``nn.SyncBatchNorm.convert_sync_batchnorm`` know it.
+    Shapes: ``[N, C, |H|, h, w]``, on z2 ``[N, C, h, w]``, the output has the same shape. Equivariant to
+    ``group`` and shifts; statistics per plane would break this. A subclass of ``nn.BatchNorm2d``, so that
+    weight decay filters and ``nn.SyncBatchNorm.convert_sync_batchnorm`` recognise it.
     """
 
     def __init__(

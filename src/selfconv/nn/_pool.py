@@ -44,9 +44,9 @@ class SpatialPool2d(_Pool):
     ``kernel_size`` by default (disjoint cells). ``padding``, at most kernel_size / 2, counts as zeros in
     a mean and is ignored in a maximum.
 
-    Equivariant to ``group``, and to shifts by multiples of the stride, on maps where
-    size + 2·padding − kernel_size is a multiple of the stride: multiples of ``kernel_size``, by default. On
-    others, rows and columns are left over at the bottom and the right, which is not symmetric.
+    Equivariant to ``group``, and to shifts by multiples of the stride, on maps where size + 2·padding −
+    kernel_size is a multiple of the stride: multiples of ``kernel_size``, by default. On other sizes the last
+    rows and columns are omitted, which is not symmetric.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class SpatialPool2d(_Pool):
 
 
 class GroupPool(_Pool):
-    """Mean or maximum over the elements of the group: ``[N, C, |H|, h, w] -> [N, C, h, w]``; on z2 nothing.
+    """Mean or maximum over the elements of the group: ``[N, C, |H|, h, w] -> [N, C, h, w]``. Identity on z2.
 
-    Its output turns with the image (it is planar): equivariant to ``group`` and to shifts.
+    Equivariant to ``group`` and to shifts: the planar output rotates with the image.
     """
 
     def forward(self, x: Tensor) -> Tensor:

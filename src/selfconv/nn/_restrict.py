@@ -29,7 +29,7 @@ def cosets(group: Group, subgroup: Group) -> list[list[int]]:
 
 
 class RestrictGroup(nn.Module):
-    """The same features, seen as features on a subgroup K of H: one channel for each coset K r_i,
+    """Reinterprets features on H as features on a subgroup K, with one channel for each coset K r_i,
 
         y_(c,i)(k, x) = f_c(k r_i, x),   i = 0, …, |H|/|K| − 1
 
@@ -41,8 +41,8 @@ class RestrictGroup(nn.Module):
     coset. Elements outside K mix channels, and layers on K that follow are not equivariant to them.
 
     Args:
-        subgroup: any group all of whose elements are in ``group``.
-        group: that of the input.
+        subgroup: a group whose elements are all in ``group``.
+        group: the group of the input.
     """
 
     def __init__(self, subgroup: str | Group = "z2", *, group: str | Group) -> None:

@@ -10,13 +10,14 @@ from selfconv.nn._layout import check_features, check_sizes
 
 
 class SqueezeExcite(nn.Module):
-    """Group Squeeze and Excite (Eq. 15, 16): every channel times a gate that sees the whole map,
+    """Group Squeeze and Excite (Eq. 15, 16): multiplies every channel by a gate computed from the whole map,
 
         squeeze(f) = σ(W_1 ReLU(W_2 (1/|G|) Σ_h f(h))),   f'_c(g) = f_c(g) squeeze_c(f)
 
-    W_2 (``reduce``) takes the channels to channels / reduction, W_1 (``expand``) back, both with bias.
-    Shapes: ``[N, C, |H|, h, w]``, on z2 ``[N, C, h, w]``, to the same. The gate is invariant to ``group``,
-    so the layer is equivariant to it; to shifts as far as the mean over the map is.
+    W_2 (``reduce``) maps the channels to channels / reduction, W_1 (``expand``) maps them back; both have a
+    bias. Shapes: ``[N, C, |H|, h, w]``, on z2 ``[N, C, h, w]``, the output has the same shape. The gate is
+    invariant to ``group``, so the layer is equivariant to it. It is equivariant to shifts to the extent that
+    the mean over the map is invariant.
     """
 
     def __init__(

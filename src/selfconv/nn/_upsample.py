@@ -1,4 +1,4 @@
-"""Upsampling over space by whole factors, exact on every group."""
+"""Upsampling over space by integer factors, exact on every group."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Upsample2d(nn.Module):
         nearest    y(s·i + r) = x(i)
         bilinear   y(s·i + r) = (1 − |t|) x(i) + |t| x(i + sign t),   t = (2r + 1 − s) / 2s
 
-    and x(−1) = x(0), x(n) = x(n − 1). This is ``F.interpolate`` in the modes "nearest" and
-    "bilinear" (``align_corners=False``), plane by plane; ``F.interpolate`` itself, given one factor, enlarges
-    the group axis too.
+    and x(−1) = x(0), x(n) = x(n − 1). This is ``F.interpolate`` in the modes "nearest" and "bilinear"
+    (``align_corners=False``), plane by plane; ``F.interpolate`` with a single factor would enlarge the group
+    axis too.
 
     Shapes: ``[N, C, |H|, h, w] -> [N, C, |H|, s·h, s·w]``, on z2 without the group axis. Equivariant to
     ``group`` on every size, because a mirrored row swaps r with s − 1 − r, and so t with −t; and to shifts:

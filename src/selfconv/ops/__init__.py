@@ -1,4 +1,4 @@
-"""The operation itself: ``affine_self_conv``, and ``affine_conv``, its form without attention."""
+"""The operation as a function: ``affine_self_conv``, and ``affine_conv``, its form without attention."""
 
 from __future__ import annotations
 
@@ -68,22 +68,22 @@ def affine_self_conv(
         α((P,x), (P,y)) = softmax_y(scale · query(P, x) · Σ_R A^K_(P,x)[K](R, y)),   head by head
         Σ_R A_(P,x)[f](R, y) = Σ_R f(R, y) ψ(P⁻¹R, P⁻¹(y − x)) + β(P⁻¹(y − x))
 
-    y runs over the k×k window around x. Outside the image f is 0 and β still acts. Equivariant to shifts
+    y runs over the k×k window around x. Outside the image f is 0, but β is still added. Equivariant to shifts
     and to every element of ``group``.
 
     Args:
-        query: A^Q[Q](x), already mapped: ``[N, C_k, h, w]`` on z2, ``[N, C_k, |H|, h, w]`` on a group.
-        key, value: shaped like ``query``; ``value`` may have another number of channels, C_v.
+        query: A^Q[Q](x), after its affine map: ``[N, C_k, h, w]`` on z2, ``[N, C_k, |H|, h, w]`` on a group.
+        key, value: shaped like ``query``; ``value`` may have a different number of channels, C_v.
         psi_k, psi_v: per channel, ``[C, k, k]`` (z2) or ``[C, |H|, k, k]``; or channel to channel,
-            ``[C, C, k, k]`` or ``[C, C, |H|, k, k]``. None: f passes unfiltered.
-        beta_k, beta_v: ``[C, k, k]``. None: nothing is added.
-        num_heads: how many equal runs of channels are scored apart.
+            ``[C, C, k, k]`` or ``[C, C, |H|, k, k]``. None: f is not filtered.
+        beta_k, beta_v: ``[C, k, k]``. None: no term is added.
+        num_heads: number of heads: equal groups of contiguous channels, each with its own softmax.
         scale: factor of the score; by default 1 / key channels.
         group: a name in ``selfconv.groups.GROUPS`` (``"z2"``, ``"p4"``, ``"c8"``, …) or a ``Group``.
         kernel_size: k; only needed when every ψ and β is None.
-        backend: one of ``BACKENDS``; by default the fastest that serves the call (see ``explain``).
+        backend: one of ``BACKENDS``; by default the fastest that supports the call (see ``explain``).
         return_attention: also return α, ``[N, num_heads, k, k, h, w]`` (z2) or
-            ``[N, num_heads, |H|, k, k, h, w]``; it exists only in the eager backend.
+            ``[N, num_heads, |H|, k, k, h, w]``; only in the eager backend.
 
     Returns:
         The aggregated values, in the shape and dtype of ``value``.
@@ -115,14 +115,14 @@ def affine_self_conv_packed(
     kernel_size: int | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """``affine_self_conv`` for query, key and value that lie side by side in one tensor.
+    """``affine_self_conv`` for query, key and value concatenated along the channels of one tensor.
 
-    That is how one convolution makes them all; and their gradient is then one tensor too, which need not
-    be put together from three.
+    One convolution computes such a tensor, and its gradient is one tensor too, without a concatenation of
+    three.
 
     Args:
-        packed: ``[N, C_k + C_k + C_v, h, w]``, on a group with its axis; or ``[N, C_k + C_k, ...]``, of which
-            the second half is both key and value.
+        packed: ``[N, C_k + C_k + C_v, h, w]``, on a group with the group axis; or ``[N, C_k + C_k, ...]``,
+            where the second half of the channels is used as key and as value.
         channels: (C_k, C_k, C_v), or (C_k, C_k).
     """
     call = check_call(
@@ -133,7 +133,7 @@ def affine_self_conv_packed(
 
 
 def split_packed(packed: Tensor, channels: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value of a packed tensor, as ``affine_self_conv_packed`` describes it: views."""
+    """Query, key and value of a packed tensor (see ``affine_self_conv_packed``), as views."""
     parts = packed.split(list(channels), 1)
     return parts[0], parts[1], parts[-1]
 
@@ -157,7 +157,7 @@ def explain(
     group: str | Group = "z2",
     kernel_size: int | None = None,
 ) -> str:
-    """Which backend ``affine_self_conv`` would choose for these arguments, and why not each other one."""
+    """Which backend ``affine_self_conv`` would select for these arguments, and why not each of the others."""
     return explain_call(
         check_call(
             query, key, value, psi_k, beta_k, psi_v, beta_v,

@@ -1,4 +1,4 @@
-"""The paper, one function per equation, in its order: the truth that every fast path is tested against.
+"""The paper, one function per equation, in its order: every fast implementation is tested against it.
 
 Plain loops over positions that read like the equations; each value is a vector over channels, so that
 autograd gives reference gradients too. Slow by design: use it on small maps, in float64.
@@ -9,8 +9,8 @@ elements of H. Filters ψ and position terms β live on a k×k window around off
 on G ``[d, |H|, k, k]``. A ψ with one leading axis more, ``[d, d, ...]``, maps all channels to all
 channels (dense) where the other scales each channel by itself.
 
-Images are zero outside their borders; β still acts there, and every softmax runs over the whole window.
-``num_heads`` splits the channels into equal runs that are scored apart (the multi-head mechanism).
+Images are zero outside their borders; β is still added there, and every softmax includes the whole window.
+``num_heads`` splits the channels into equal groups, each with its own scores (the multi-head mechanism).
 ``scale`` multiplies the dot product of the score.
 """
 
@@ -59,9 +59,9 @@ def translated(psi: Tensor, x: Position, y: Position) -> Tensor:
 
 
 def transformed(psi: Tensor, group: Group, p: int, x: Position, y: Position) -> Tensor:
-    """L_(P,x)[ψ](·, y) = ψ(·, P⁻¹(y − x)): the window turned by P, for ψ on Z² or on G.
+    """L_(P,x)[ψ](·, y) = ψ(·, P⁻¹(y − x)): the window transformed by P, for ψ on Z² or on G.
 
-    Where P leads between the pixels, ψ is the sum of the group's basis functions that is nearest to it.
+    Where P does not map the grid to itself, ψ is replaced by its least-squares fit in the group's basis.
     """
     offset = group.apply(group.inverse[p], (y[0] - x[0], y[1] - x[1]))
     if group.band_limited:
@@ -87,8 +87,8 @@ def softmax(scores: Scores) -> Scores:
     return dict(zip(scores, weights, strict=True))
 
 
-def weigh(alpha: Tensor, f: Tensor) -> Tensor:
-    """α·f: each head's weight on each of its channels."""
+def apply_weights(alpha: Tensor, f: Tensor) -> Tensor:
+    """α·f: multiplies each channel by the weight of its head."""
     return alpha.repeat_interleave(len(f) // len(alpha)) * f
 
 
@@ -146,7 +146,7 @@ def attention(q: Tensor, key: Tensor, v: Tensor, k: int, num_heads: int, scale: 
 
     def value(x: Position) -> Tensor:
         alpha = softmax({y: score(at(q, x), at(key, y), num_heads, scale) for y in neighbours(x, k)})
-        return sum_(weigh(alpha[y], at(v, y)) for y in alpha)
+        return sum_(apply_weights(alpha[y], at(v, y)) for y in alpha)
 
     return grid(v, [value(x) for x in positions(v)])
 
@@ -165,7 +165,7 @@ def simple_asc(f: Tensor, psi: Tensor, beta: Tensor, num_heads: int, scale: floa
     def value(x: Position) -> Tensor:
         a = {y: affine_map(f, psi, beta, x, y) for y in neighbours(x, psi.shape[-1])}
         alpha = softmax({y: score(a[x], a[y], num_heads, scale) for y in a})
-        return sum_(weigh(alpha[y], a[y]) for y in a)
+        return sum_(apply_weights(alpha[y], a[y]) for y in a)
 
     return grid(f, [value(x) for x in positions(f)])
 
@@ -212,7 +212,7 @@ def asc(
 
     def value(x: Position) -> Tensor:
         alpha = asc_score(query, key, psi_k, beta_k, x, num_heads, scale)
-        return sum_(weigh(alpha[y], affine_map(v, psi_v, beta_v, x, y)) for y in alpha)
+        return sum_(apply_weights(alpha[y], affine_map(v, psi_v, beta_v, x, y)) for y in alpha)
 
     return grid(v, [value(x) for x in positions(v)])
 
@@ -267,7 +267,7 @@ def simple_group_asc(
 
     def value(p: int, x: Position) -> Tensor:
         alpha = simple_group_score(f, psi, beta, group, p, x, num_heads, scale)
-        return sum_(weigh(alpha[y], summed_affine_map(f, psi, beta, group, p, x, y)) for y in alpha)
+        return sum_(apply_weights(alpha[y], summed_affine_map(f, psi, beta, group, p, x, y)) for y in alpha)
 
     return torch.stack([grid(f, [value(p, x) for x in positions(f)]) for p in group], 1)
 
@@ -343,7 +343,9 @@ def group_asc(
 
     def value(p: int, x: Position) -> Tensor:
         alpha = group_score(query, key, psi_k, beta_k, group, p, x, num_heads, scale)
-        return sum_(weigh(alpha[y], summed_affine_map(v, psi_v, beta_v, group, p, x, y)) for y in alpha)
+        return sum_(
+            apply_weights(alpha[y], summed_affine_map(v, psi_v, beta_v, group, p, x, y)) for y in alpha
+        )
 
     return torch.stack([grid(v, [value(p, x) for x in positions(v)]) for p in group], 1)
 

@@ -1,18 +1,20 @@
-"""Measuring equivariance: of a layer, of a model, and layer by layer of a whole network.
+"""Measures the equivariance of a layer, of a model, and of a whole network layer by layer.
 
-A module is equivariant to S when turning its input turns its output: module(L_S[x]) = L_S[module(x)]. The
-functions here return how far the two sides are apart, as max |difference| / max |output|: 0 for a perfect
-module, some 1e-15 (float64) or 1e-6 (float32) for a layer that is equivariant up to rounding, and some
-5e-3 or more for one that is not. Rounding grows from layer to layer, so that the output of a deep network
-may be further off than any of its layers: ``audit`` judges each layer by itself.
+A module is equivariant to S if transforming its input transforms its output: module(L_S[x]) = L_S[module(x)].
+The functions here return the difference of the two sides as max |difference| / max |output|: 0 for a perfect
+module, about 1e-15 (float64) or 1e-6 (float32) for a layer that is equivariant up to rounding, and about 5e-3
+or more for one that is not. Rounding accumulates over layers, so the error of a deep network may be larger
+than that of any of its layers: ``audit`` tests each layer separately.
 
-An element that looks between the pixels (45°, in c8) has no exact side to compare with: turning an image by
-it interpolates. For such elements x is seen through a round mask, so that nothing comes in at the corners,
-and the error is the root mean square of the difference inside the mask over the deviation of the output.
-What interpolation alone does is ``resampling_error``; ``centre_error`` and ``audit`` do without it.
+For an element that does not map the grid to itself (45°, in c8) there is no exact reference: rotating an
+image by it interpolates. For such elements x is multiplied by a round mask, so that the corners have no
+influence, and the error is the root mean square of the difference inside the mask divided by the standard
+deviation of the output. ``resampling_error`` measures the error of interpolation alone; ``centre_error`` and
+``audit`` do not interpolate.
 
-Features are told by their rank: ``[N, C, |H|, h, w]`` live on the group, ``[N, C, h, w]`` on the plane (each
-channel turns as an image does), anything smaller is expected not to change.
+The rank of a tensor determines its kind: ``[N, C, |H|, h, w]`` are features on the group, ``[N, C, h, w]``
+are planar features (each channel transforms like an image), and tensors of lower rank are expected to be
+invariant.
 """
 
 from selfconv.testing.auditing import Audit, LayerReport, audit

@@ -1,4 +1,4 @@
-"""``audit``: a network judged layer by layer, and the table that says so."""
+"""``audit``: tests the equivariance of a network layer by layer and prints a table."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Audit:
-    """Which layers of a network are equivariant, and why the first that is not breaks it."""
+    """Which layers of a network are equivariant, and why the first broken one is not."""
 
     group: Group
     size: int
@@ -78,7 +78,7 @@ class Audit:
         return verdict
 
     def table(self) -> Any:
-        """As a table for ``rich`` to print."""
+        """The result as a table for ``rich``."""
         from rich.table import Table
 
         table = Table("layer", "kind", "output", caption=self.summary(), caption_style="")
@@ -104,27 +104,28 @@ def audit(
     in_channels: int | None = None,
     tolerance: float = 1e-8,
 ) -> Audit:
-    """Judges each layer of a network by itself, under every element of the group and a shift, in float64.
+    """Tests each layer of a network separately, under every element of the group and a shift, in float64.
 
-    The network runs on a random image, then on the image transformed. In the second run every layer is given
-    the input it had in the first, exactly transformed, and passes on the output it had, exactly transformed:
-    so neither rounding nor a fault reaches the next layer, and every layer that breaks is found.
+    The network runs on a random image, then on the image transformed. In the second run every layer receives
+    its input of the first run, exactly transformed, and its output is replaced by its output of the first
+    run, exactly transformed. So neither rounding nor a fault reaches the next layer, and every broken layer
+    is found.
 
-    Elements that look between the pixels (45°, in c8) are never exact, so no layer is judged by them. How far
-    off the whole network is under them is measured on smooth images, sums of plane waves that fade out
-    towards a disc, sampled at the turned pixels: nothing is interpolated but outputs that are maps.
+    Elements that do not map the grid to itself (45°, in c8) are never exact, so layers are not tested under
+    them. The error of the whole network under them is measured on smooth images: sums of plane waves that
+    fade to zero outside a disc, sampled at the rotated pixels. Only outputs that are maps are interpolated.
 
-    Between layers features may be rearranged: a group axis among the channels or the images, pixels in a
-    row, channels last. That is a fault only if a later layer, or the model's output, does not turn with the
-    image.
+    Features may be rearranged between layers: the group axis folded into the channels or the batch, flattened
+    pixels, channels last. This is a fault only if a later layer, or the model's output, does not transform
+    with the image.
 
     Args:
         model: takes images ``[N, in_channels, input_size, input_size]``. A copy is tested, in eval mode. Its
             output is a tensor, or a container of tensors.
-        group: by default the model's own (its attribute ``group``), or else z2, which leaves shifts alone.
-        in_channels: by default the model's own attribute, or else 3.
-        tolerance: how much of one layer's error is still rounding. Where a network computes in less than
-            float64 all the same, ``assert_equivariant``'s for that dtype.
+        group: by default the model's attribute ``group``, or else z2, which tests shifts only.
+        in_channels: by default the model's attribute ``in_channels``, or else 3.
+        tolerance: the largest error of one layer that counts as rounding. Where a network computes in a lower
+            precision than float64, the tolerance is that of ``assert_equivariant`` for its dtype.
     """
     if input_size < 1:
         raise ValueError(f"input_size: expected a positive number of pixels; got {input_size}")

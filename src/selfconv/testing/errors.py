@@ -1,4 +1,4 @@
-"""How far a function or layer is from equivariance."""
+"""The equivariance error of a function or layer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def transform(x: Tensor, s: int, group: str | Group) -> Tensor:
 def equivariance_error(module: Function, x: Tensor, group: str | Group) -> list[float]:
     """The error under each element of the group, in the order of its elements (the first is the identity).
 
-    Elements that look between the pixels see x through a round mask, and their error is ``deviation_error``.
+    For elements that do not map the grid to itself, x has a round mask and the error is ``deviation_error``.
     """
     group = get_group(group)
     masked = through_mask(x) if group.band_limited else x
@@ -41,10 +41,10 @@ def equivariance_error(module: Function, x: Tensor, group: str | Group) -> list[
 
 @torch.no_grad()
 def resampling_error(x: Tensor, group: str | Group) -> list[float]:
-    """What interpolation alone does to x, for each element: turned there and back, against x itself.
+    """The interpolation error of x for each element: x transformed and transformed back, compared with x.
 
-    0 for exact elements. Where it is not small beside ``equivariance_error``, x is too rough to tell: noise,
-    or edges as sharp as a pixel.
+    0 for exact elements. Where it is not small compared with ``equivariance_error``, x is not smooth enough
+    to measure equivariance: it has noise, or edges as sharp as a pixel.
     """
     group = get_group(group)
     seen = through_mask(x)
@@ -56,16 +56,16 @@ def resampling_error(x: Tensor, group: str | Group) -> list[float]:
 def centre_error(
     module: Function, shape: Sequence[int], group: str | Group, *, frequency: float = 0.5, seed: int = 0
 ) -> list[float]:
-    """The error under each element at the centre of the map alone, without any interpolation.
+    """The error under each element at the centre of the map only, without interpolation.
 
-    The features are sums of plane waves: functions of the whole plane, which can be sampled at the pixels and
-    at the turned pixels alike. So what is found is the error of the layers, at any angle.
+    The features are sums of plane waves: functions on the whole plane, which can be sampled at the pixels and
+    at the rotated pixels. So this is the error of the layers alone, at any angle.
 
     Args:
-        module: in float64, such that the centre of its output is the centre of its input, and far enough from
-            the border not to see it: layers of stride 1.
+        module: layers of stride 1 in float64. The centre of its output must be the centre of its input, and
+            must not depend on the border.
         shape: of the features, ``[N, C, h, w]`` or ``[N, C, |H|, h, w]``, with odd sides.
-        frequency: of the shortest waves, in units of the highest that pixels can hold (two pixels a wave).
+        frequency: of the shortest waves, in units of the Nyquist frequency (a wavelength of two pixels).
     """
     group = get_group(group)
     *lead, h, w = shape
@@ -89,16 +89,16 @@ def centre_error(
 
 @torch.no_grad()
 def shift_error(module: Function, x: Tensor, shift: int = 1, stride: int = 1) -> float | None:
-    """The error when x is shifted by ``shift`` cells down and right, where the border plays no part.
+    """The error when x is shifted by ``shift`` cells down and right, for outputs independent of the border.
 
-    Zero padding makes the border different from the interior, so only those outputs are compared that do
-    not depend on it: found by changing the border and seeing which outputs change, and by a border of NaN,
-    which reaches even outputs that depend on it too little to change (a saturated softmax). None if there is
-    no such output, as when the receptive field covers the whole map.
+    Zero padding makes the border different from the interior, so only outputs that do not depend on it are
+    compared. They are found by changing the border and observing which outputs change, and with a border of
+    NaN, which also reaches outputs that depend on the border too weakly to change (a saturated softmax). None
+    if there is no such output, for example if the receptive field covers the whole map.
 
     Args:
         shift: a multiple of ``stride``.
-        stride: by how much the module downsamples.
+        stride: the downsampling factor of the module.
     """
     if shift % stride or shift < 1:
         raise ValueError(f"shift: expected a positive multiple of stride={stride}; got {shift}")
@@ -123,13 +123,13 @@ def assert_equivariant(
     *,
     between: float | None = None,
 ) -> None:
-    """Raises AssertionError, with the error under each element, unless all are within the tolerance.
+    """Raises AssertionError, with the error under each element, unless all errors are within the tolerance.
 
     Args:
-        tolerance: by default 1e-10 for float64, 1e-5 for float32, 1e-2 for float16 and 1e-1 for bfloat16,
-            in which smaller faults than that cannot be told from rounding.
-        between: the tolerance for elements that look between the pixels. By default they are not judged: how
-            far off they are depends on how smooth x is.
+        tolerance: by default 1e-10 for float64, 1e-5 for float32, 1e-2 for float16 and 1e-1 for bfloat16, in
+            which smaller faults cannot be distinguished from rounding.
+        between: the tolerance for elements that do not map the grid to itself. By default they are not
+            tested, since their error depends on the smoothness of x.
     """
     group = get_group(group)
     tolerance = default_tolerance(x.dtype) if tolerance is None else tolerance
@@ -149,7 +149,7 @@ def default_tolerance(dtype: torch.dtype) -> float:
 
 
 def element_error(a: Tensor, b: Tensor, s: int, group: Group) -> float:
-    """How far a, found for an input turned by s, is from b, L_S of what was found for the input upright."""
+    """The error of a, the output for the transformed input, relative to b, the transformed output."""
     return (relative_error if group.exact[s] else deviation_error)(a, b)
 
 
@@ -165,7 +165,7 @@ def relative_error(a: Tensor, b: Tensor) -> float:
 
 
 def deviation_error(a: Tensor, b: Tensor) -> float:
-    """Root mean square of a − b over the deviation of b in its channels; of maps, inside the round mask."""
+    """RMS of a − b divided by the standard deviation of b per channel; for maps, inside the round mask."""
     if a.shape != b.shape:
         return math.inf
     if b.dim() >= 4:
@@ -181,5 +181,5 @@ def deviation_error(a: Tensor, b: Tensor) -> float:
 
 
 def through_mask(x: Tensor) -> Tensor:
-    """Features inside the disc that fits into their map, zero outside; those without a map as they are."""
+    """Sets features outside the inscribed disc of their map to zero; features without a map are unchanged."""
     return x * round_mask(*x.shape[-2:]).to(x) if x.dim() >= 4 else x

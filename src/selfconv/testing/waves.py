@@ -1,4 +1,4 @@
-"""Features that are functions of the whole plane: turned by any angle, and nothing is interpolated."""
+"""Features that are functions on the whole plane, which can be rotated by any angle without interpolation."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Waves:
         """L_S of the functions, about the centre of the map: float64, ``[*lead, h, w]``.
 
         Args:
-            masked: whether they fade to zero towards the disc that fits into the map, so that the map shows
-                all of them at every angle.
+            masked: whether they fade to zero outside the inscribed disc of the map, so that the whole
+                function is inside the map at every angle.
         """
         rows, columns = (torch.arange(n, dtype=torch.float64) - (n - 1) / 2 for n in (h, w))
         (a, b), (c, d) = group.matrices[s]

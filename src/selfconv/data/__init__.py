@@ -1,4 +1,4 @@
-"""Images to train on, in memory: from the package, the network, a folder, or an ``.npz`` file.
+"""Loads data sets into memory: digits from the package, CIFAR, a folder of images, or an ``.npz`` file.
 
 >>> data = load_data("digits")
 >>> data.num_classes, data.in_channels, data.size

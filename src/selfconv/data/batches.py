@@ -1,4 +1,4 @@
-"""Batches of normalised, augmented images: whole-batch tensor operations on images that lie in memory."""
+"""Batches of normalised, augmented images, computed by whole-batch tensor operations in memory."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ Rotation = Literal["none", "quarter", "any"]
 
 @dataclass(frozen=True)
 class Augment:
-    """Random maps of the pixel grid: an image f becomes f(A p + t), with p measured from the centre.
+    """Random affine maps of the pixel grid: an image f becomes f(A p + t), with p relative to the centre.
 
     Args:
-        flip: exchange left and right, for every other image.
-        pad: crop the original size out of the image zero-padded by so many pixels on each side: t is
-            uniform in {-pad, …, pad}². The paper's 32×32 out of 36×36 is ``pad=2``.
-        rotate: ``"quarter"`` turns by a random multiple of 90°, ``"any"`` by a uniform angle (bilinear).
+        flip: horizontal flip with probability 1/2.
+        pad: random crop of the original size after zero padding by ``pad`` pixels on each side: t is uniform
+            in {-pad, …, pad}². The paper's 32×32 out of 36×36 is ``pad=2``.
+        rotate: ``"quarter"`` rotates by a random multiple of 90°, ``"any"`` by a uniformly random angle
+            (bilinear).
 
-    Zero is a value of the *normalised* image, the mean colour, also where a rotation looks outside.
+    Padding is zero in the *normalised* image, i.e. the mean colour; so are pixels that a rotation takes from
+    outside the image.
     """
 
     flip: bool = False
@@ -41,7 +43,7 @@ class Augment:
             raise ValueError(f"rotate: expected one of {', '.join(get_args(Rotation))}; got {self.rotate!r}")
 
     def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """The maps for so many images: A ``[count, 2, 2]`` and t ``[count, 2]``, rows before columns."""
+        """Samples maps for ``count`` images: A ``[count, 2, 2]`` and t ``[count, 2]``, as (row, column)."""
         if self.rotate == "any":
             angle = torch.rand(count, generator=generator) * math.tau
             cos, sin = angle.cos(), angle.sin()
@@ -58,7 +60,7 @@ class Augment:
 
 
 def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """uint8 ``[N, C, H, W]`` as float32, channels_last, less the mean, over the standard deviation."""
+    """Normalises uint8 ``[N, C, H, W]`` by mean and standard deviation, to float32, channels_last."""
     shape = (1, len(mean), 1, 1)
     scale = torch.tensor([1 / (255 * s) for s in std], device=images.device).view(shape)
     offset = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=images.device).view(shape)
@@ -66,9 +68,9 @@ def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Te
 
 
 def transform(images: Tensor, linear: Tensor, shift: Tensor) -> Tensor:
-    """Images ``[N, C, H, W]`` under maps of their grid; zero outside.
+    """Applies affine maps of the grid to images ``[N, C, H, W]``; zero outside.
 
-    Exact where every map takes pixels to pixels (the entries of A are 0 and ±1), else bilinear.
+    Exact if every map takes pixels to pixels (the entries of A are 0 and ±1), otherwise bilinear.
     """
     exact = bool((linear == linear.round()).all())  # before they go to a device, which would have to wait
     linear, shift = linear.to(images.device), shift.to(images.device)
@@ -93,16 +95,15 @@ def transform(images: Tensor, linear: Tensor, shift: Tensor) -> Tensor:
 class Batches:
     """Batches of a split: images float32 ``[N, C, H, W]``, channels_last, and labels int64 ``[N]``.
 
-    What an epoch holds depends on ``seed`` and the epoch's number alone, not on torch's global random
-    state, so a run that resumes in the middle of an epoch goes on with the same batches.
+    The batches of an epoch depend only on ``seed`` and the epoch's number, not on torch's global random
+    state, so a run that resumes in the middle of an epoch continues with the same batches.
 
-    With several processes, ``batch_size`` is that of all together, and each takes its slice of the batch
-    that one process alone would get.
+    With several processes, ``batch_size`` is the size of the global batch, and each process gets its slice.
 
     Args:
-        shuffle: in a new order each epoch, and only in full batches (of all images, should there be fewer
-            than ``batch_size``), which split evenly between processes. Else all images, in order; of the
-            last batch a process may then get none.
+        shuffle: use a new order in each epoch, and only full batches (or one batch of all images, if there
+            are fewer than ``batch_size``), which are divided evenly between processes. Otherwise all images,
+            in order; a process may then get no image of the last batch.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class Batches:
     def epoch(
         self, epoch: int, start_step: int = 0, *, size: int | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of an epoch, from one of them on, their images resized to a side if one is given."""
+        """The batches of an epoch from ``start_step`` on, with images resized if a size is given."""
         if epoch < 0 or not 0 <= start_step <= len(self):
             raise ValueError(
                 f"expected epoch ≥ 0 and 0 ≤ start_step ≤ {len(self)}; got {epoch} and {start_step}"

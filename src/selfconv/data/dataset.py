@@ -1,4 +1,4 @@
-"""A data set in memory, and how one is made from arrays: checks, split, statistics, digest."""
+"""A data set in memory, built from arrays: checks, split, statistics, digest."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Arrays = Mapping[str, tuple[NDArray, NDArray]]  # "train", "test" and maybe "val
 
 
 class DataError(ValueError):
-    """Data that cannot be used; the message is one line that says which and why."""
+    """Invalid data; the message is one line that names the data and the reason."""
 
     def __init__(self, message: str) -> None:
         super().__init__(escape_for_terminal(message))
 
 
 class MissingDataError(DataError):
-    """Data that would have to be downloaded first; ``source`` says from where, and how much that is."""
+    """Data that must be downloaded first; ``source`` states the address and the size."""
 
     def __init__(self, message: str, source: str) -> None:
         super().__init__(message)
@@ -47,16 +47,16 @@ class Split:
         return len(self.labels)
 
     def to(self, device: torch.device | str) -> Split:
-        """The same on a device: batches are then made there."""
+        """Copies the split to a device; batches are then computed there."""
         return Split(self.images.to(device), self.labels.to(device))
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Three disjoint parts of labelled square images.
+    """Labelled square images in three disjoint splits: train, validation and test.
 
-    ``digest`` is the SHA-256 of all images, labels and class names before the validation part was split
-    off: with ``seed``, ``validation`` and it, a run record pins what was trained on.
+    ``digest`` is the SHA-256 of all images, labels and class names, computed before the validation split.
+    Together with ``seed`` and ``validation`` it identifies the exact training set of a run.
     """
 
     name: str
@@ -94,16 +94,16 @@ class Dataset:
 
     @property
     def mean(self) -> tuple[float, ...]:
-        """Of each channel over the training images, with pixels in 0..1."""
+        """The mean of each channel over the training images, with pixels in 0..1."""
         return self._moments[0]
 
     @property
     def std(self) -> tuple[float, ...]:
-        """Of each channel over the training images, with pixels in 0..1; 1 for a constant channel."""
+        """The standard deviation of each channel over the training images, pixels in 0..1; 1 if constant."""
         return self._moments[1]
 
     def with_fewer(self, count: int, seed: int) -> Dataset:
-        """The same with ``count`` of the training images, each class keeping its share, and one at least."""
+        """A copy with ``count`` training images, stratified by class, with at least one image per class."""
         if not self.num_classes <= count <= len(self.train):
             raise DataError(
                 f"subset: expected from {self.num_classes} images, one for each class, to all "

@@ -1,4 +1,4 @@
-"""Image files as square arrays of bytes: the only place that opens one. Needs Pillow (extra ``train``)."""
+"""Reads image files as square byte arrays; no other module opens them. Needs Pillow (extra ``train``)."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ def require_pillow() -> None:
 
 
 def read_image(path: str | Path, size: int, channels: int, *, max_pixels: int = MAX_PIXELS) -> Tensor:
-    """An image file as uint8 ``[channels, size, size]``, prepared as those of a training folder are.
+    """Reads an image file as uint8 ``[channels, size, size]``, with the preprocessing of a training folder.
 
     Raises:
-        DataError: it is not there, not an image of a known format (``IMAGE_FORMATS``), too large, or damaged.
+        DataError: the file does not exist, is not an image of a supported format (``IMAGE_FORMATS``), too
+            large, or damaged.
     """
     if channels not in (1, 3) or not 1 <= size <= MAX_SIZE:
         raise DataError(

@@ -1,4 +1,4 @@
-"""What a trained model must be told of its images."""
+"""The properties of the training images that a trained model needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from selfconv.data.images import MAX_SIZE
 
 @dataclass(frozen=True)
 class DataInfo:
-    """What a trained model must be told of the images it was trained on."""
+    """The properties of the training images that are needed to use a trained model."""
 
     name: str
     digest: str

@@ -17,7 +17,7 @@ NAMES = ("digits", *ARCHIVES)
 
 
 def default_cache() -> Path:
-    """Where downloads are kept: ``$SELFCONV_DATA``, or else ``~/.cache/selfconv``."""
+    """The folder for downloads: ``$SELFCONV_DATA``, or else ``~/.cache/selfconv``."""
     return Path(os.environ.get("SELFCONV_DATA") or "~/.cache/selfconv").expanduser()
 
 
@@ -30,21 +30,21 @@ def load_data(
     download: bool = True,
     cache: str | os.PathLike[str] | None = None,
 ) -> Dataset:
-    """Read a data set into memory.
+    """Loads a data set into memory.
 
     Args:
-        source: ``"digits"``, ``"cifar10"``, ``"cifar100"``, a folder of images, or an ``.npz`` file. A
-            folder that is called like one of the three is reached as ``./digits``.
-        image_size: side of the images: they are resized so that the shorter side has it, and cropped to
-            the centre. By default images keep their size (a folder of mixed sizes gets 64).
-        seed: of the split into training and validation; the test part never depends on it.
-        validation: share of the training images to set aside, of each class alike, where the source has
-            no validation part of its own. 45,000 + 5,000 images of CIFAR with the default.
+        source: ``"digits"``, ``"cifar10"``, ``"cifar100"``, a folder of images, or an ``.npz`` file. To load
+            a folder with one of these names, write ``./digits``.
+        image_size: side of the images: the shorter side is resized to it, then the image is centre-cropped.
+            By default images keep their size (64 for a folder of mixed sizes).
+        seed: of the split into training and validation; the test set does not depend on it.
+        validation: fraction of the training images to hold out, stratified by class, if the source has no
+            validation set. 45,000 + 5,000 images of CIFAR with the default.
         download: whether an archive that is not in the cache may be downloaded.
         cache: folder of downloaded archives; by default ``$SELFCONV_DATA`` or ``~/.cache/selfconv``.
 
     Raises:
-        DataError: one line that names what cannot be used, and why.
+        DataError: the data are invalid; the message is one line that names them and the reason.
     """
     if image_size is not None and image_size < 1:
         raise DataError(f"image_size: expected a positive number of pixels; got {image_size}")

@@ -1,4 +1,4 @@
-"""The paper's networks by name, and what one does with them: save, share, export, count, convert."""
+"""The paper's networks by name: create, save, share, export and convert them, count their FLOPs."""
 
 from typing import TYPE_CHECKING
 

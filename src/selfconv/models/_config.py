@@ -1,4 +1,4 @@
-"""The description of a network of the ResNet family: what ``config.json`` holds."""
+"""The configuration of a network of the ResNet family, as stored in ``config.json``."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ _LEAST = {"depth": 11, "kernel_size": 1, "num_heads": 1, "in_channels": 1, "num_
 
 @dataclass(frozen=True, kw_only=True)
 class ResNetConfig:
-    """What a network of the family is made of. ``ResNetConfig.of(...)`` fills in what the paper does.
+    """The configuration of a network. ``ResNetConfig.of(...)`` fills in the paper's defaults.
 
     Attributes:
         depth: 9n+2, for n blocks per stage.
-        group: ``"z2"``, ``"p4"``, ``"p4m"``; or one with turns between quarter turns, such as ``"c8"``.
+        group: ``"z2"``, ``"p4"``, ``"p4m"``; or one with rotations by less than 90°, such as ``"c8"``.
         spatial: the layer inside the blocks: ``"conv"``, ``"asc"``, ``"simple_asc"`` or ``"sasa"``; and for
             comparison ``"affine"`` (ASC with α = 1) and ``"depthwise"`` convolution.
         squeeze_excite: whether blocks end with squeeze and excite (reduction 16/|H|: 16, on p4 4).
         widths: channels of the spatial layer in each stage; the stem has as many as the first. By default
             16, 32, 64 divided by √|H|, to the next even number: 8, 16, 32 on p4 and 6, 12, 24 on p4m.
         kernel_size: of the spatial layer; by default 3 for convolution and 5 for the others.
-        num_heads: of attention; by default 8, on p4m, where 8 does not divide the widths, 6.
+        num_heads: of attention; by default 8, but 6 on p4m, where 8 does not divide the widths.
         psi: ``"channel"`` or ``"dense"``: ψ scales each channel by itself, or maps all channels to all.
-        affine_std: deviation of ψ and β at the start; by default 1/|H|, on the plane the paper's 1. The
-            paper's literal reading, 1 on every group, learned more slowly on p4.
+        affine_std: initial standard deviation of ψ and β; by default 1/|H|, which on the plane is the paper's
+            1. With 1 on every group, as the paper states literally, p4 networks learned more slowly.
         zero_gamma: whether γ of each block's last batch norm starts at 0; by default in attention models
             and ``"affine"`` ones.
-        affine: of ASC's affine maps keep ``"both"`` ψ and β, or only ``"psi"``, or only ``"beta"``.
+        affine: the parameters of ASC's affine maps: ``"both"`` ψ and β, only ``"psi"``, or only ``"beta"``.
         scale: the score is divided by the channels of a ``"head"``, or by the ``"width"`` of the layer.
-        downsample: how convolutions halve a map: by ``"stride"``, or by ``"pool"``, which keeps quarter
-            turns and flips exact on even maps. By default stride with ``"conv"`` and pool with the other
-            spatial layers, which themselves always pool, and on band-limited groups.
+        downsample: how convolutions halve a map: by ``"stride"``, or by ``"pool"``, which is exactly
+            equivariant to rotations by 90° and flips on even maps. By default stride with ``"conv"`` and pool
+            with the other spatial layers, which themselves always pool, and on band-limited groups.
         in_channels: of the image.
-        num_classes: outputs of the classifier; 0 leaves it out.
+        num_classes: outputs of the classifier; 0 for no classifier.
         pool: ``"mean"`` or ``"max"`` over space and group, before the classifier; ``"group_max"``: the mean
             over space, then the maximum over the group.
     """
@@ -71,7 +71,7 @@ class ResNetConfig:
 
     @classmethod
     def of(cls, **options: Any) -> ResNetConfig:
-        """A description from some of its fields; those left out, or None, are the paper's."""
+        """A configuration from some of its fields; fields that are omitted or None get the paper's values."""
         known = [f.name for f in fields(cls)]
         unknown = [name for name in options if name not in known]
         if unknown:
@@ -96,7 +96,7 @@ class ResNetConfig:
 
     @property
     def pools(self) -> bool:
-        """Whether the spatial layer pools by itself, whatever ``downsample`` says of the convolutions."""
+        """Whether the spatial layer always pools, whatever ``downsample`` is."""
         return self.spatial != "conv"
 
     @property

@@ -40,9 +40,9 @@ model = ResNet.from_pretrained("path/to/this/folder")
 class Shareable(nn.Module, PyTorchModelHubMixin):
     """``save_pretrained``, ``from_pretrained``, ``push_to_hub``: on a local folder or the Hugging Face hub.
 
-    What is added to the mixin: it never falls back to pickled weights, every weight must fit (the first that
-    do not are named), and a damaged file is called damaged. A subclass says how to build itself from the
-    content of ``config.json``, and its instances have that content as ``config``.
+    Unlike the mixin, this class never loads pickled weights, raises an error that names the first weights
+    that do not match, and reports damaged files. A subclass defines how to build a model from the content of
+    ``config.json``; its instances have that content as ``config``.
     """
 
     @property
@@ -65,7 +65,7 @@ class Shareable(nn.Module, PyTorchModelHubMixin):
         force_download: bool = False,
         local_files_only: bool = False,
     ) -> Self:
-        """The model that is saved in a folder, or has that name on the hub, in evaluation mode.
+        """Loads a model from a folder or from the Hugging Face hub, in evaluation mode.
 
         Args:
             pretrained_model_name_or_path: a folder that ``save_pretrained`` wrote, or ``"user/model"``.
@@ -107,7 +107,7 @@ class Shareable(nn.Module, PyTorchModelHubMixin):
     def load(
         cls, config: Mapping[str, Any], file: PathLike, map_location: str | torch.device = "cpu"
     ) -> Self:
-        """The model of a config, with the weights of a safetensors file."""
+        """Builds the model of a config and loads its weights from a safetensors file."""
         with torch.device("meta"):  # the file brings the weights, so none need be drawn
             model = cls.from_config(config)
         load_weights(model, file, map_location)
@@ -142,12 +142,11 @@ def read_config(file: PathLike) -> dict[str, Any]:
 
 
 def load_weights(model: nn.Module, file: PathLike, map_location: str | torch.device = "cpu") -> None:
-    """Gives a model the weights in a safetensors file, in the dtype they have there.
+    """Loads the weights of a safetensors file into a model, in the dtype of the file.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is damaged, holds the weights of another architecture, or weights that are no
-            numbers.
+        ValueError: the file is damaged, or has weights of another architecture, or infinite or NaN weights.
     """
     file = os.fspath(file)
     if not os.path.exists(file):
@@ -183,14 +182,14 @@ def _check_numbers(expected: Mapping[str, Tensor], state: Mapping[str, Tensor]) 
 
 
 def check_finite(state: Mapping[str, Tensor]) -> None:
-    """Raises ValueError if a weight is infinite or not a number."""
+    """Raises ValueError if a weight is infinite or NaN."""
     for name, tensor in state.items():
         if not tensor.isfinite().all():
             raise ValueError(f"expected weights that are numbers; {name} has some that are infinite or nan")
 
 
 def mismatches(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], *, dtypes: bool = True) -> str:
-    """How tensors differ from those expected, in names and shapes and dtypes; empty if they do not."""
+    """The differences from the expected tensors in names, shapes and dtypes; empty if there are none."""
     problems = []
     for name, tensor in expected.items():
         if name not in found:

@@ -1,4 +1,4 @@
-"""Affine self convolution in a network that is already there: its spatial convolutions, replaced."""
+"""Replaces the spatial convolutions of an existing network by affine self convolution."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LAYERS = {"asc": AffineSelfConv2d, "simple_asc": SimpleAffineSelfConv2d, "sasa":
 
 @dataclass(frozen=True)
 class Conversion:
-    """What ``convert`` did to a model."""
+    """The report of ``convert``."""
 
     model: nn.Module
     replaced: dict[str, str]  # by name: the convolution that was there
@@ -71,25 +71,26 @@ def convert(
     input_shape: Sequence[int] | None = None,
     **options: Any,
 ) -> Conversion:
-    """Replaces spatial convolutions of a network by affine self convolution, in place, and reports it.
+    """Replaces spatial convolutions of a network by affine self convolution, in place; returns a report.
 
-    The layers that come in have the channels, bias, device and dtype of those that go, and fresh, trainable
-    weights: the network has to be trained (again). Where a convolution had a stride, the attention is
-    followed by an average over stride×stride cells, so that every map keeps its size. A convolution in
-    several places is replaced in all of them by one layer. A convolution that is more than its class says (a
-    subclass, parametrized, with hooks, with weights that another layer has too, with attributes of its own)
-    stays. After an error the model is as it was.
+    The new layers have the channels, bias, device and dtype of the convolutions they replace, and random,
+    trainable weights: the network has to be trained (again). If a convolution has a stride, the attention is
+    followed by an average over stride×stride cells, so that every map keeps its size. A convolution that is
+    used in several places is replaced in all of them by one layer. A convolution that is not a plain
+    ``Conv2d`` (a subclass, parametrized, with hooks, with weights shared with another layer, with additional
+    attributes) is kept. If an error occurs, the model is left unchanged.
 
     Args:
-        model: changed in place. Its ``nn.Conv2d`` and ``GroupConv2d`` layers with a kernel above 1×1 count.
-        where: by default every such convolution that allows it but the first of the network (its stem,
-            which the paper keeps): the first that runs if an ``input_shape`` is given, otherwise the first
-            by order of definition. Or names of layers, with wildcards (``"layer1.*"``), or a function of
-            name and layer; a layer that is named and does not allow it is an error.
+        model: changed in place. Candidates are its ``nn.Conv2d`` and ``GroupConv2d`` layers with a kernel
+            larger than 1×1.
+        where: by default every supported candidate except the first of the network (its stem, which the paper
+            keeps): the first that runs if an ``input_shape`` is given, otherwise the first in order of
+            definition. Or names of layers, with wildcards (``"layer1.*"``), or a function of name and layer;
+            selecting an unsupported layer is an error.
         layer: ``"asc"``, ``"simple_asc"`` or ``"sasa"``.
         kernel_size, num_heads: of the new layers.
-        input_shape: of an image, such as ``(3, 224, 224)``: runs the network before and after, to find its
-            first convolution, to see that the new layers are used, and to count FLOPs.
+        input_shape: of an image, such as ``(3, 224, 224)``. If given, the network is run before and after the
+            conversion, to find its first convolution, to check that the new layers work, and to count FLOPs.
         **options: any other argument of the new layer's class, such as ``psi``.
     """
     if layer not in LAYERS:

@@ -1,4 +1,4 @@
-"""A trained network as others run it: batch norm folded away, ``torch.export``, ONNX."""
+"""Exports a trained network: folded batch norm, ``torch.export``, ONNX."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ PathLike = str | os.PathLike[str]
 
 
 def fold_batch_norm(model: nn.Module) -> nn.Module:
-    """A copy in evaluation mode in which the batch norms of our networks are part of the layers before them.
+    """A copy in evaluation mode, with each batch norm of our networks folded into the layer before it.
 
-    In evaluation batch norm is affine, y = a·f + b per channel, and so is the layer before it: its last
-    weights are multiplied by a, and b becomes its bias. Same function, fewer operations. A layer that is more
-    than its class says, or has other users too, keeps its batch norm.
+    In evaluation mode batch norm is affine, y = a·f + b per channel, and so is the layer before it: its last
+    weights are multiplied by a, and b becomes its bias. The function is the same, with fewer operations. The
+    batch norm is kept after a layer that is not of a plain class, or whose output is used elsewhere too.
     """
     folded = copy.deepcopy(model).eval()
     uses = Counter(child for parent in folded.modules() for child in parent._modules.values())
@@ -71,11 +71,11 @@ def export_program(
 ) -> ExportedProgram:
     """The model in evaluation mode as a ``torch.export`` program, for any batch size.
 
-    It consists of plain operators, so that running it needs torch but not selfconv. Where the layers are
-    ours, batch norm is folded and the filters of a group are steered already.
+    It consists of torch operators only, so running it does not need selfconv. In layers of this package,
+    batch norm is folded and the filters of a group are steered before the export.
 
     Args:
-        path: of a file to save it in as well, usually ``….pt2``.
+        path: of a file to save the program to, usually ``….pt2``.
         input_shape: of an image; by default 32×32 with the model's channels.
     """
     from torch.export import Dim, export, save
@@ -90,7 +90,7 @@ def export_program(
 def export_onnx(model: nn.Module, path: PathLike, *, input_shape: Sequence[int] | None = None) -> None:
     """Writes the model in evaluation mode as ONNX: input ``images``, output ``logits``, any batch size.
 
-    Made as by ``export_program``.
+    The model is prepared as in ``export_program``.
 
     Args:
         path: of the file to write, usually ``….onnx``.

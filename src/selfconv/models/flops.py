@@ -1,4 +1,4 @@
-"""Counting what a network holds and what it computes."""
+"""Counts the parameters and FLOPs of a network."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from selfconv.ops import affine_self_conv_flops
 
 
 def count_parameters(model: nn.Module) -> int:
-    """How many numbers a model learns."""
+    """The number of learned parameters."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def count_flops(model: nn.Module, input_shape: Sequence[int]) -> int:
     """Floating-point operations of a forward pass for one image, a multiply-add counted as two.
 
-    Convolutions and matrix products are torch's own count. It does not see all of affine self convolution, so
-    that has its formula, and the figure is the same for every backend. What is done once for all images, the
-    making of filters from coefficients, is not counted. A copy of the model runs on the device that the model
-    is on; on the ``"meta"`` device nothing is computed.
+    Convolutions and matrix products are counted by torch. Affine self convolution has its own formula, since
+    torch does not count all of it; the result is the same for every backend. Work that is done once for all
+    images, the computation of filters from coefficients, is not counted. A copy of the model runs on the
+    model's device; on the ``"meta"`` device nothing is computed.
 
     Args:
         input_shape: of an image, such as ``(3, 32, 32)``.

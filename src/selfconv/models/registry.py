@@ -1,4 +1,4 @@
-"""Models from the table: created, described, listed."""
+"""Creates, describes and lists the models of the table."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def create_model(
     pretrained: bool = False,
     **overrides: Any,
 ) -> ResNet:
-    """A model of the paper, or one like it.
+    """Creates a model of the paper, or a variant of one.
 
     Args:
         name: one of ``list_models()``, or with ``pretrained`` one of ``list_models(pretrained=True)``.
-        num_classes: 10 by default, or as many as the pretrained weights have; if they have another number
-            than is asked for, the classifier starts afresh.
-        in_channels: 3 by default (1 for grey images), or as many as the pretrained weights have; weights for
-            colour are adapted to grey images and the reverse, as ``ResNet.start_from`` does.
-        pretrained: whether to load weights that are shipped with the package.
+        num_classes: 10 by default, or the number of the pretrained weights; if a different number is given,
+            the classifier is newly initialised.
+        in_channels: 3 by default (1 for grey images), or the number of the pretrained weights; weights for
+            colour images are adapted to grey images and vice versa, as in ``ResNet.start_from``.
+        pretrained: whether to load weights that are included in the package.
         **overrides: any other field of ``ResNetConfig``: ``group``, ``widths``, ``depth``, ``kernel_size``,
-            ``num_heads``, ``downsample``, ``psi``, ``pool``, …; None means the model's own.
+            ``num_heads``, ``downsample``, ``psi``, ``pool``, …; None selects the model's value.
     """
     shipped = list_models(pretrained=True) if pretrained else []
     options = {} if name in shipped else _options(name)
@@ -80,7 +80,7 @@ def create_model(
 
 
 def load_initial(place: str | os.PathLike[str]) -> ResNet:
-    """The trained network to start from: the folder of a finished run or of a saved model, or a shipped name.
+    """Loads a trained network for fine-tuning: the folder of a finished run or a saved model, or a name.
 
     Raises:
         FileNotFoundError: there is no such network.
@@ -96,7 +96,7 @@ def load_initial(place: str | os.PathLike[str]) -> ResNet:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What is known of a model without training it."""
+    """Properties of an untrained model."""
 
     name: str
     group: str

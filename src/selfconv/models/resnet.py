@@ -1,4 +1,4 @@
-"""The paper's networks: one ResNet of depth 9n+2, whose description says what it is made of.
+"""The paper's networks: one ResNet of depth 9n+2, built from its configuration.
 
 stem (3×3) → three stages of n bottleneck blocks → mean over space and group → linear classifier
 """
@@ -83,7 +83,7 @@ class Bottleneck(nn.Module):
 
 
 def spatial_layer(config: ResNetConfig, width: int, stride: int) -> nn.Module:
-    """The layer that sees a neighbourhood: what the models of the paper differ in."""
+    """The spatial layer of a block, in which the models of the paper differ."""
     k, group = config.kernel_size, config.group
     if config.spatial == "conv":
         return GroupConv2d(
@@ -119,13 +119,13 @@ class ResNet(
 ):
     """A network of the family: ``[N, in_channels, h, w] -> [N, num_classes]``, for images of any size ≥ 4.
 
-    Its logits are invariant to ``group`` and its features equivariant to it, exactly if every map that is
-    halved has a size that allows it: with ``downsample="pool"`` sides that are multiples of 4, with
-    ``"stride"`` sides 1 more than that. Another size is warned about, once for each. On a band-limited group
-    that goes for its exact elements; the others are approximate on every size.
+    Its logits are invariant to ``group`` and its features equivariant. This is exact on suitable image sizes:
+    with ``downsample="pool"`` sides that are multiples of 4, with ``"stride"`` sides of 4n+1. For other sizes
+    the model warns, once per size. On a band-limited group this holds for the exact elements; the others are
+    approximate on every size.
 
-    Beside ``forward`` it has the methods that timm's models have. Features before the head are
-    ``[N, C, |H|, h/4, w/4]``; on z2 without |H|.
+    It also has the methods of timm's models. Features before the head are ``[N, C, |H|, h/4, w/4]``; on z2
+    without |H|.
     """
 
     def __init__(self, config: ResNetConfig) -> None:
@@ -154,7 +154,7 @@ class ResNet(
 
     @property
     def config(self) -> dict[str, Any]:
-        """The whole description, as ``from_config`` takes it and ``config.json`` holds it."""
+        """The complete configuration, as in ``config.json`` and for ``from_config``."""
         return asdict(self._config)
 
     @classmethod
@@ -176,10 +176,10 @@ class ResNet(
         return self.fc
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A fresh classifier, for other classes; 0 leaves it out, so that the model returns features.
+        """Replaces the classifier by a new one; with 0 classes there is none, and the model returns features.
 
         Args:
-            global_pool: ``"mean"`` (timm's ``"avg"``) or ``"max"``, if it is to change.
+            global_pool: ``"mean"`` (timm's ``"avg"``) or ``"max"``; None keeps the current one.
         """
         pool = "mean" if global_pool == "avg" else global_pool
         changed = {"num_classes": num_classes} | ({} if pool is None else {"pool": pool})
@@ -189,11 +189,11 @@ class ResNet(
         self.fc = self._classifier(num_classes, device=like.device, dtype=like.dtype)
 
     def start_from(self, other: ResNet) -> None:
-        """Takes the weights of a trained network of the same architecture, as a start for fine-tuning.
+        """Copies the weights of a trained network of the same architecture, for fine-tuning.
 
-        A classifier for another number of classes is left as it is. Where one network takes grey images and
-        the other colour, the first layer is adapted: a grey image gives what it gave as a colour image with
-        three equal channels, and a colour image what the mean of its channels gave.
+        If the numbers of classes differ, the classifier is not copied. If one network is for grey images and
+        the other for colour images, the first layer is adapted: a grey image is treated as a colour image
+        with three equal channels, and a colour image as the mean of its channels.
 
         Raises:
             ValueError: the networks differ in more than that.
@@ -212,7 +212,7 @@ class ResNet(
         self.load_state_dict(state)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Whether training keeps only each block's input and computes the rest again when it is needed."""
+        """Whether training stores only the blocks' inputs and recomputes the rest in the backward pass."""
         self.grad_checkpointing = enable
 
     def forward_features(self, x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""The models by name: a variant is a line in ``_VARIANTS``. Nobody else reads anything into a name.
+"""The models by name: a variant is a line in ``_VARIANTS``. No other module parses names.
 
-Light to import (no torch): the command's help and the plans are made of it.
+It does not import torch, since the command's help and the plans use it.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ def list_models(pattern: str = "*", *, pretrained: bool = False) -> list[str]:
     """The names that match a wildcard pattern, such as ``"p4*"`` or ``"*29_asc*"``.
 
     Args:
-        pretrained: list those that come with weights instead, for ``create_model(name, pretrained=True)``.
-            Each is a network and the data it was trained on, ``resnet29_asc.cifar10``, or a smaller network
-            whose whole description is with the weights, ``digits_asc``.
+        pretrained: list the models with included weights instead, for
+            ``create_model(name, pretrained=True)``. Each name is a network and its training data, such as
+            ``resnet29_asc.cifar10``, or a smaller network whose configuration is stored with the weights,
+            such as ``digits_asc``.
     """
     names = sorted(path.name for path in WEIGHTS.iterdir()) if pretrained else MODELS
     return [name for name in names if fnmatchcase(name, pattern)]

@@ -1,4 +1,4 @@
-"""From many runs to tables and verdicts: plans, the engines that run them, statistics, the report."""
+"""Studies of many runs: plans, the engines that run them, statistics, and the report."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What a plan tells while it runs: a table that grows and the runs in progress; plain lines elsewhere."""
+"""The progress display of a plan: a live table on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

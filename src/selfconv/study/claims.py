@@ -17,7 +17,7 @@ TITLES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "resnet83": "CIFAR-10,
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is known of a model in a table: its accuracy in percent over runs, and its parameters."""
+    """The result of a model in a table: its accuracy in percent over runs, and its parameters."""
 
     accuracy: Sample
     parameters: int

@@ -1,7 +1,7 @@
-"""What the paper reports: the rows of its result tables, and its claims as predicates over results.
+"""The paper's results: the rows of its result tables, and its claims as predicates over results.
 
-Accuracies are percentages on the test images, parameters are as printed, in thousands. Claims are put in our
-own words; each is judged by the same rule whether the numbers are the paper's or those of run records.
+Accuracies are percentages on the test images; parameters are in thousands, as printed. Claims are in our own
+words; the same rule decides each claim for the paper's numbers and for those of run records.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TEST_IMAGES = 10_000
 
 @dataclass(frozen=True)
 class Table:
-    """A result table of the paper, or what stands in its place."""
+    """A result table of the paper, or a table that replaces it."""
 
     title: str
     data: str

@@ -1,6 +1,6 @@
-"""Plans: the runs that a study consists of, as data. ``selfconv reproduce PLAN`` makes them.
+"""Plans: lists of runs as data. ``selfconv reproduce PLAN`` trains them.
 
-A plan is a list of lines, each a network with a label, times seeds. Light to import (no torch).
+A plan is a list of labelled networks, each trained with several seeds. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from selfconv.train import RECIPES, DataOptions, ModelOptions, Recipe, RecipeNam
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a plan: what to run, and where it stands in the study."""
+    """One run of a plan: its configuration, and its place in the study."""
 
     config: RunConfig
     label: str  # of its line
@@ -36,7 +36,7 @@ class Trial:
 
     @property
     def line(self) -> tuple[str, str]:
-        """What it has in common with the same network under other seeds."""
+        """The key that it shares with the same network under other seeds."""
         return self.group, self.label
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ def _text(value: object) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """Trials in the order in which they run: every line with the first seed, then with the next, …"""
+    """Trials in the order in which they run: all networks with the first seed, then with the next, …"""
 
     name: str
     title: str
@@ -70,7 +70,7 @@ class Plan:
         return found
 
     def on(self, data: str, train: int, test: int) -> Plan:
-        """The same, once it is known what the data set is called and how many images it has of each kind."""
+        """A copy with the name of the data set and its numbers of images filled in."""
         reduced = list(self.reduced)
         if self.data.subset is not None and self.data.subset < train:
             reduced.insert(0, f"{self.data.subset:,} of {train:,} training images")
@@ -109,7 +109,7 @@ class PlannedTrial:
 
 @dataclass(frozen=True)
 class PlanFile:
-    """What ``plan.json`` holds: what the runs beside it are, for a report."""
+    """The content of ``plan.json``, which describes the runs in its folder to a report."""
 
     plan: str
     title: str
@@ -120,7 +120,7 @@ class PlanFile:
 
 @dataclass(frozen=True)
 class Failure:
-    """What ``failed.json`` holds: why a trial did not finish."""
+    """The content of ``failed.json``: why a trial failed."""
 
     error: str
 
@@ -138,7 +138,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Outline:
-    """A plan before anyone has said how much of it to do."""
+    """A plan without a budget."""
 
     title: str
     lines: Sequence[Line]
@@ -307,20 +307,20 @@ OUTLINES: dict[str, Outline] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """How much of a plan to do. None: as the plan has it."""
+    """The part of a plan to run. None: the plan's default."""
 
     epochs: int | None = None
-    """Epochs of each run; the schedule scales with them."""
+    """Epochs per run; the learning rate schedule scales with it."""
     seeds: int | None = None
-    """Runs of each network: seeds 0, 1, …"""
+    """Runs per network: seeds 0, 1, …"""
     subset: int | None = None
-    """Train on so many of the training images."""
+    """Number of training images to use."""
     data: str | None = None
-    """Another data set, or the same in a file: a name, a folder of images, or an .npz file."""
+    """A different data set, or the same from a file: a name, a folder of images, or an .npz file."""
     models: str = "*"
     """Wildcard for the names of the networks."""
     recipe: RecipeName | None = None
-    """Train by another recipe than the plan's: paper, fast or short."""
+    """Recipe to use instead of the plan's: paper, fast or short."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "seeds", "subset"):
@@ -330,10 +330,10 @@ class Budget:
 
 
 def make_plan(name: str, budget: Budget | None = None) -> Plan:
-    """A plan by name, as much of it as the budget allows.
+    """The plan with this name, reduced to the budget.
 
     Raises:
-        ValueError: there is no such plan, or the budget leaves nothing of it.
+        ValueError: there is no such plan, or the budget excludes all of its runs.
     """
     if name not in OUTLINES:
         near = get_close_matches(name, OUTLINES, n=1)

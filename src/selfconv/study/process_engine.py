@@ -1,10 +1,10 @@
-"""Trials side by side on this machine, each in a process of its own with its share of the threads.
+"""Concurrent trials on this machine, each in a worker process with its share of the threads.
 
-A worker process takes one trial after another, since importing torch takes as long as a small trial. It reads
-trials from its standard input, a line of JSON each, and writes how they go to its standard output. When its
-input ends, it saves what it is running and ends: so it does when the plan is done, when the plan is told to
-stop, and when the process that runs the plan is killed. When a worker dies, its trial goes on from the last
-checkpoint in another one, once.
+A worker process runs several trials in sequence, since importing torch takes as long as a small trial. It
+reads trials from its standard input, one line of JSON each, and reports progress on its standard output. At
+the end of its input, it saves its current trial and exits: this happens when the plan is finished, when it is
+stopped, and when the process that runs the plan is killed. When a worker dies, its trial resumes from the
+last checkpoint in another worker, once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Message = dict[str, Any]  # {"step": [share, text]}, {"warning": text} or {"ende
 
 
 def default_jobs(plan: Plan) -> int:
-    """One for each core, as far as there are runs, and memory for them; one where they would share a GPU."""
+    """The number of cores, limited by the number of runs and by memory; 1 if runs would share a GPU."""
     import torch
 
     if torch.accelerator.is_available():
@@ -60,11 +60,11 @@ def _cores() -> int:
 
 
 class ProcessEngine:
-    """So many trials at a time, each in a process of its own.
+    """Runs ``jobs`` trials at a time, each in a separate process.
 
     Args:
-        jobs: how many.
-        threads: of each; by default its share of torch's.
+        jobs: the number of concurrent trials.
+        threads: per trial; by default its share of torch's threads.
     """
 
     def __init__(self, jobs: int, threads: int | None = None) -> None:

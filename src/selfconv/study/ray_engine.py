@@ -1,8 +1,7 @@
-"""Trials as tasks of Ray, on one machine or many that share a file system.
+"""Trials as Ray tasks, on one machine or on several that share a file system.
 
-A task is a trial with its processors. When its worker or node dies, Ray starts it again elsewhere, and it
-goes on from the trial's last checkpoint, which is all that a run needs. The driver learns from the trials'
-folders how they go.
+Each trial is a task with its processors. When its worker or node dies, Ray restarts it elsewhere, and it
+resumes from the trial's last checkpoint. The driver reads the progress from the trials' folders.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ POLL = 0.5
 
 
 class RayEngine:
-    """Tasks on the cluster at an address; without one, on this machine.
+    """Runs trials on the Ray cluster at an address, or on this machine if no address is given.
 
     Args:
-        cpus: of each trial; it computes with as many threads.
-        gpus: of each trial; a fraction shares one.
+        cpus: processors per trial, which is also its number of threads.
+        gpus: GPUs per trial; a fraction shares one.
     """
 
     def __init__(self, address: str | None = None, cpus: int = 1, gpus: float = 0.0) -> None:

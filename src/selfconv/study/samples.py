@@ -17,7 +17,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Sample:
-    """Some runs, of which only this is known."""
+    """Summary statistics of several runs."""
 
     mean: float
     deviation: float | None  # divided by n-1; None for a single run
@@ -36,7 +36,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Difference:
-    """Of means; ``low`` and ``high`` bound its interval, and are None if there is none."""
+    """A difference of means; ``low`` and ``high`` bound its confidence interval, and are None without one."""
 
     value: float
     low: float | None = None

@@ -1,4 +1,4 @@
-"""Running a plan: what is done is kept, what is missing is run, what fails is told and stops nothing else.
+"""Runs a plan: keeps finished runs, starts missing ones, and reports failed ones without stopping the others.
 
 PLAN/plan.json                 what the runs are, for the report
 PLAN/MODEL[-option=…]/seed-S   a run's folder for each trial, with its evaluation.json
@@ -67,7 +67,7 @@ class Engine(Protocol):
 
 
 class InProcessEngine:
-    """One after another, in this process: for a debugger, and for what a script has changed in itself."""
+    """Runs trials sequentially in this process, for a debugger or after a script has modified the package."""
 
     jobs = 1
 
@@ -89,15 +89,15 @@ class InProcessEngine:
 
 
 def reproduce(plan: Plan, out: Path, engine: Engine, *, command: str, dry_run: bool = False) -> list[Path]:
-    """Makes what is missing of a plan and writes the report on it; returns the report's files.
+    """Runs the missing trials of a plan and writes its report; returns the report's files.
 
     Args:
-        command: what to type to go on, if it is stopped.
-        dry_run: only print the plan, with an estimate of the time it takes.
+        command: the command that continues the plan, printed if it is stopped.
+        dry_run: only print the plan with a time estimate.
 
     Raises:
-        ValueError: the data, a model or the folder cannot be used; nothing has been written then.
-        Interrupted: SIGINT or SIGTERM came; what was running is saved.
+        ValueError: the data, a model or the folder cannot be used; nothing has been written.
+        Interrupted: SIGINT or SIGTERM was received; the trials in progress are saved.
         PlanFailed: some trials failed; the report is on the others.
     """
     from rich.console import Console

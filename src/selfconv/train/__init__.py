@@ -1,4 +1,4 @@
-"""From a config to one run folder: the trainer, its checkpoints, and the files that a run leaves."""
+"""Trains one network from a config: the trainer, its checkpoints, and the files of a run."""
 
 from typing import TYPE_CHECKING
 

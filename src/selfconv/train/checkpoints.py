@@ -1,8 +1,8 @@
 """Checkpoints: one safetensors file each, whose header holds the rest as JSON. Nothing is pickled.
 
-A file appears under its name only when all of it is on the disk, and older ones go only after that, so that
-at any moment the last or the one before can be read. A digest tells of a damaged file, and another, of the
-run's options and data, of a checkpoint that belongs to another run.
+A file gets its name only when it is completely on disk, and older files are removed only after that, so at
+any moment the last checkpoint or the one before can be read. One digest detects a damaged file; another, of
+the run's options and data, detects a checkpoint of another run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The description of a run: model, data, recipe, engine. What ``config.json`` in a run's folder holds.
+"""The configuration of a run, as stored in its ``config.json``: model, data, recipe, hardware ("engine").
 
-Light to import (no torch), since the command's help is made of it.
+It does not import torch, since the command's help is generated from it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ModelOptions:
     """Global pooling over space and group; group_max: mean over space, maximum over the group."""
 
     def overrides(self) -> dict[str, Any]:
-        """The options that ``create_model`` takes beside the name."""
+        """The arguments for ``create_model`` other than the name."""
         return {key: value for key, value in asdict(self).items() if key not in ("name", "init")}
 
 
@@ -139,21 +139,21 @@ class Recipe:
 
 
 def paper_recipe(model: str = "resnet29") -> Recipe:
-    """The paper's: 100 epochs, 200 for depth 83; attention models warm up over 10 of them."""
+    """The paper's recipe: 100 epochs, 200 for depth 83; attention models have a warm-up of 10 epochs."""
     facts = model_facts(model)
     epochs = 200 if facts is not None and facts.depth >= 83 else 100
     return Recipe(epochs=epochs, warmup=10 / epochs if facts is not None and facts.attention else 0.0)
 
 
 def fast_recipe(model: str = "resnet29") -> Recipe:
-    """For minutes on a CPU: few epochs of small batches, the rate on a cosine after a warm-up."""
+    """A recipe for minutes on a CPU: few epochs, small batches, a cosine schedule after a warm-up."""
     return Recipe(
         epochs=15, batch_size=32, schedule="cosine", warmup=0.2, weight_decay=5e-4, flip=False, pad=1
     )
 
 
 def short_recipe(model: str = "resnet29") -> Recipe:
-    """For 10 to 30 epochs of CIFAR on a CPU: small images first. Chosen by a search: docs/training.md."""
+    """For 10 to 30 epochs of CIFAR on a CPU, small images first. Found by search: docs/training.md."""
     return Recipe(
         epochs=15,
         batch_size=64,
@@ -197,7 +197,7 @@ class Engine:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything that decides how a run ends."""
+    """All options that determine the result of a run."""
 
     model: ModelOptions = field(default_factory=ModelOptions)
     data: DataOptions = field(default_factory=DataOptions)
@@ -212,7 +212,7 @@ class RunConfig:
 
     @classmethod
     def of(cls, data: str = "digits", model: str = "resnet29_asc", recipe: str | None = None) -> RunConfig:
-        """The run that a data set and a model have by default."""
+        """The default configuration for a data set and a model."""
         recipe = default_recipe(data) if recipe is None else recipe
         if recipe not in RECIPES:
             raise ValueError(f"recipe: expected one of {', '.join(RECIPES)}; got {recipe!r}")
@@ -221,7 +221,7 @@ class RunConfig:
         )
 
     def replaced(self, part: str, **changes: Any) -> RunConfig:
-        """The same with some options of a part (``"model"``, ``"recipe"``, …) changed."""
+        """A copy with some options of a part (``"model"``, ``"recipe"``, …) changed."""
         return replace(self, **{part: replace(getattr(self, part), **changes)})
 
     def to_json(self) -> dict[str, Any]:
@@ -229,12 +229,12 @@ class RunConfig:
 
     @classmethod
     def from_json(cls, content: object) -> RunConfig:
-        """The inverse of ``to_json``; options that are left out get their defaults."""
+        """The inverse of ``to_json``; missing options get their defaults."""
         return parse(cls, content, "config")
 
     @classmethod
     def load(cls, path: Path) -> RunConfig:
-        """From a file, or a run's folder."""
+        """Loads a configuration from a file or a run's folder."""
         return read_as(cls, path / "config.json" if path.is_dir() else path)
 
 

@@ -1,4 +1,4 @@
-"""What can go wrong with a run, each as a line that says it."""
+"""The errors of a run; each message is one line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from selfconv._text import escape_for_terminal
 
 
 class RunError(ValueError):
-    """A run's folder that cannot be used."""
+    """The folder of a run cannot be used."""
 
     def __init__(self, message: str) -> None:
         super().__init__(escape_for_terminal(message))
@@ -17,17 +17,17 @@ class RunBusy(RunError):
 
 
 class RunStopped(Exception):
-    """A run that ended early; ``code`` is what its process should exit with."""
+    """A run ended early; ``code`` is the exit code of the process."""
 
     code = 1
 
 
 class Diverged(RunStopped):
-    """The loss is no longer a number."""
+    """The loss is infinite or NaN."""
 
 
 class OutOfMemory(RunStopped):
-    """A step did not fit; the run is saved up to the last checkpoint."""
+    """A training step ran out of memory; the last checkpoint is kept."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -39,7 +39,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class Interrupted(RunStopped):
-    """A signal came, and everything has been saved."""
+    """The run was stopped by a signal; a checkpoint has been saved."""
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)

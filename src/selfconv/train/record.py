@@ -1,4 +1,4 @@
-"""What a run's ``metrics.jsonl`` and ``record.json`` hold."""
+"""The content of a run's ``metrics.jsonl`` and ``record.json``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from selfconv.train.config import ModelOptions, RunConfig
 
 @dataclass(frozen=True, kw_only=True)
 class EpochMetrics:
-    """A line of ``metrics.jsonl``: how an epoch went. Losses are means over images."""
+    """A line of ``metrics.jsonl``: the metrics of one epoch. Losses are means over images."""
 
     epoch: int  # from 1 on
     lr: float
@@ -91,7 +91,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Where a run was."""
+    """The machine that a run was executed on."""
 
     system: str
     cpu: str
@@ -112,7 +112,7 @@ def initial_options(place: str) -> ModelOptions:
     """The options of the trained network that ``--init`` names.
 
     Raises:
-        ValueError: its record is not there, so ``--model`` has to name the network.
+        ValueError: it has no record, so ``--model`` has to name the network.
     """
     file = (WEIGHTS / place if place in list_models(pretrained=True) else Path(place)) / "record.json"
     if not file.is_file():

@@ -1,7 +1,7 @@
-"""Training a network: a step, an epoch, a run; from wherever the run stands to its record.
+"""Trains a network: single steps, epochs, and a complete run, new or resumed.
 
-On Hugging Face accelerate, which knows of devices, processes, mixed precision and gradient accumulation. The
-images lie in memory, and what a batch holds follows from (seed, epoch, step), so the loop has no data loader.
+Hugging Face accelerate handles devices, processes, mixed precision and gradient accumulation. The images are
+in memory, and a batch is a function of (seed, epoch, step), so there is no data loader.
 """
 
 from __future__ import annotations
@@ -54,15 +54,16 @@ def train(
     """Trains a network and returns the record of the run, whose folder is ``out``.
 
     Args:
-        resume: go on with the run in that folder, from its last checkpoint; begin it if there is none.
+        resume: continue the run in that folder from its last checkpoint; start it if there is none.
         quiet: print nothing.
-        watch: called after each step with the share of the run that is done and a line on how it goes.
-        stop: signals that are being noted already; by default they are for as long as this takes.
+        watch: called after each step with the completed fraction of the run and a status line.
+        stop: a signal handler that is already active; by default one is installed for the duration of the
+            call.
 
     Raises:
-        ValueError: the model, the data or the folder cannot be used; nothing has been written then.
-        Interrupted: SIGINT or SIGTERM came; everything is saved.
-        Diverged: the loss is not a number; the last good weights are in the last checkpoint.
+        ValueError: the model, the data or the folder cannot be used; nothing has been written.
+        Interrupted: SIGINT or SIGTERM was received; a checkpoint is saved.
+        Diverged: the loss is infinite or NaN; the last checkpoint has the last finite weights.
     """
     keep_memory()
     accelerator = make_accelerator(config.engine)
@@ -121,7 +122,7 @@ class MetricTotals:
 
 @dataclass
 class State:
-    """How far a run has come. With the tensors of a checkpoint, all that it needs to go on."""
+    """The progress of a run. With the tensors of a checkpoint, this is all that is needed to resume."""
 
     epoch: int = 0  # complete ones
     step: int = 0  # complete ones of the next epoch
@@ -171,10 +172,10 @@ class ScalerState:
 
 
 class Trainer:
-    """A network in training: its weights, their optimizer and running mean, and the batches they see.
+    """A network in training: its weights, optimizer, moving average of the weights, and batches.
 
-    ``step`` trains on one batch, ``fit`` on all epochs that are left; ``checkpoint`` and ``restore`` are all
-    that it takes to stop in between.
+    ``step`` trains on one batch, ``fit`` on all remaining epochs; ``checkpoint`` and ``restore`` save and
+    load the complete state in between.
     """
 
     def __init__(self, config: RunConfig, data: Dataset, accelerator: Accelerator) -> None:
@@ -212,7 +213,7 @@ class Trainer:
     # ---- one step ----
 
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Moves the weights by a batch; returns the sum of its losses, of correct answers, and its images."""
+        """Trains on one batch; returns its total loss and its numbers of correct answers and images."""
         self.model.train()
         sums = torch.zeros(3, device=images.device)
         for group in self.optimizer.param_groups:
@@ -249,11 +250,11 @@ class Trainer:
     # ---- all epochs ----
 
     def fit(self, run: Run, stop: StopSignals, progress: Progress) -> None:
-        """Trains from wherever the state stands to the last epoch, and saves it on the way.
+        """Trains from the current state to the last epoch, and saves checkpoints.
 
         Raises:
-            Interrupted: a signal came to one of the processes; everything is saved.
-            Diverged: the loss is not a number.
+            Interrupted: one of the processes received a signal; a checkpoint is saved.
+            Diverged: the loss is infinite or NaN.
         """
         state, main = self.state, self.accelerator.is_main_process
         journal = Journal(run.folder, state.history) if main else None
@@ -330,7 +331,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, batches: Batches) -> MetricTotals:
-        """Of the weights that the run would end with now, over all processes."""
+        """Evaluates the weights that the run would end with now, over all processes."""
         with self._final_weights():
             self.network.eval()
             sums = torch.zeros(3, device=self.accelerator.device)
@@ -367,7 +368,7 @@ class Trainer:
     # ---- saving ----
 
     def checkpoint(self, run: str) -> Checkpoint:
-        """All that a run needs to go on; ``run`` is its digest."""
+        """The complete state of the run as a checkpoint; ``run`` is the digest of the run."""
         parts = {
             "model": self._weights(),
             "ema": self.mean_weights,
@@ -389,7 +390,7 @@ class Trainer:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Goes on from a checkpoint; raises RunError, with nothing changed, if it does not fit."""
+        """Restores a checkpoint; raises RunError, without changing anything, if it does not fit."""
         try:
             saved = self._fitting(checkpoint)
         except ValueError as error:
@@ -447,7 +448,7 @@ def _totals(loss: Tensor, output: Tensor, labels: Tensor) -> Tensor:
 
 
 def finish(trainer: Trainer, run: Run, data: Dataset, progress: Progress) -> dict[str, Any]:
-    """Tests the network, and writes the model's files and the record, which it returns."""
+    """Evaluates the network on the test set, writes the model and the record, and returns the record."""
     config = trainer.config
     test, history = trainer.evaluate(trainer.test), trainer.state.history
     model, accelerator = trainer.finish(), trainer.accelerator

@@ -1,4 +1,4 @@
-"""From a run's folder, a saved model or a shipped name to answers: evaluate, predict, export."""
+"""Opens a trained model (from a run, a saved model or the package) to evaluate, predict and export."""
 
 from selfconv.trained.evaluation import (
     TURNS,

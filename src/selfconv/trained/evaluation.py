@@ -1,4 +1,4 @@
-"""How good a trained model is: accuracy, of each class, and when the images are turned."""
+"""Evaluation of a trained model: accuracy in total, per class, and on rotated images."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a model does on the test images."""
+    """The results of a model on the test images."""
 
     data: str
     images: int
@@ -74,11 +74,11 @@ class Evaluation:
 
     @property
     def turned_accuracy(self) -> float:
-        """The mean over quarter turns, upright images left out."""
+        """The mean accuracy over the rotations by 90°, 180° and 270°."""
         return fmean(self.accuracy_under[view] for view in TURNS)
 
     def table(self) -> Any:
-        """As tables for ``rich`` to print."""
+        """The results as tables for ``rich``."""
         from rich.console import Group
         from rich.table import Table
         from rich.text import Text
@@ -153,10 +153,11 @@ def evaluate(
     pictures: bool = True,
     watch: Watch | None = None,
 ) -> Evaluation:
-    """Evaluates a model on test images, and keeps the result in its run's folder.
+    """Evaluates a model on test images, and saves the result in its run's folder.
 
-    Writes ``evaluation.json`` there, and ``confusion.png`` and ``rotation.png`` if matplotlib is there and
-    pictures are wanted; nothing for a model that is not in a run's folder, or for other data than its own.
+    Writes ``evaluation.json`` there, and ``confusion.png`` and ``rotation.png`` if matplotlib is installed
+    and plots are requested. Nothing is written for a model without a run's folder, or for other data than its
+    own.
 
     Args:
         data: a data set as ``load_data`` takes it; by default the one that the model was trained on.
@@ -180,7 +181,7 @@ def evaluate(
 
 
 def confusion_figure(evaluation: Evaluation) -> Figure:
-    """The confusion matrix as a picture: rows are the true classes, each divided by its images."""
+    """Plots the confusion matrix: rows are the true classes, each divided by its number of images."""
     from matplotlib.figure import Figure
 
     names = [escape_for_terminal(name) for name in evaluation.class_accuracy]

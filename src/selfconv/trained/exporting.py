@@ -1,4 +1,4 @@
-"""A trained model as a file that others run: ONNX, or a ``torch.export`` program."""
+"""Exports a trained model to ONNX or to a ``torch.export`` program."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class FromPixels(nn.Module):
 
 
 def export(trained: TrainedModel, path: str | os.PathLike[str]) -> tuple[int, int, int]:
-    """Writes a trained model to ``….onnx`` or ``….pt2``; returns the shape of an image that it takes.
+    """Writes a trained model to ``….onnx`` or ``….pt2``; returns the shape of its input images.
 
     Input: images ``[N, C, h, w]``, float32 pixels in 0..1, any N. Output: logits ``[N, classes]``.
     Normalisation is part of the file.

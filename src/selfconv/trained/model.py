@@ -1,4 +1,4 @@
-"""A trained model, from wherever it is: a run's folder, a saved model's folder, or the package itself."""
+"""A trained model from a run's folder, a saved model's folder, or the package."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ RECORD, WEIGHTS_FILE = "record.json", "model.safetensors"
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model with what it was trained on and how that went; ``open_trained`` opens one.
+    """A trained model with its data set, options and results; ``open_trained`` opens one.
 
     Attributes:
         model: in evaluation mode.
         record: the run's result; None if the run has not finished, or a saved model came without one.
         metrics: one dict per epoch, the training curves.
-        run_folder: where results about the model are kept; None if it is not the folder of a run.
+        run_folder: where results about the model are saved; None if the model was not opened from a run.
     """
 
     name: str
@@ -59,7 +59,7 @@ class TrainedModel:
         return self._training
 
     def open_data(self, source: str | os.PathLike[str] | None = None) -> Dataset:
-        """The data set that the model was trained on, if it is still there; or another with the same classes.
+        """Loads the data set that the model was trained on, or another one with the same classes.
 
         Args:
             source: of the other data set, as ``load_data`` takes it; its images get the model's size.
@@ -81,11 +81,11 @@ class TrainedModel:
         return data
 
     def read_image(self, path: str | os.PathLike[str]) -> Tensor:
-        """An image file as uint8 ``[C, size, size]``, prepared as those of a training folder are."""
+        """Reads an image file as uint8 ``[C, size, size]``, with the preprocessing of a training folder."""
         return read_image(Path(path), self.data.size, self.data.in_channels)
 
     def normalise(self, images: Tensor) -> Tensor:
-        """uint8 ``[N, C, h, w]`` as the model takes them."""
+        """Normalises uint8 images ``[N, C, h, w]`` for the model."""
         return normalise(images, self.data.mean, self.data.std)
 
 
@@ -93,8 +93,8 @@ def open_trained(place: str | os.PathLike[str]) -> TrainedModel:
     """Opens a trained model.
 
     Args:
-        place: the folder of a run (of one that has not finished, the weights of its last checkpoint), a
-            folder that ``save_pretrained`` wrote, or one of ``selfconv.list_models(pretrained=True)``.
+        place: the folder of a run (for an unfinished run, the weights are those of its last checkpoint), a
+            folder written by ``save_pretrained``, or one of ``selfconv.list_models(pretrained=True)``.
 
     Raises:
         RunError: there is no such model, its files are damaged or contradict each other, or this machine has

@@ -1,4 +1,4 @@
-"""A model's outputs for many images, in batches that fit in memory."""
+"""The outputs of a model for many images, computed in batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def logits(model: nn.Module, split: Split, info: DataInfo, view: Callable[[Tenso
     """The model's outputs ``[N, classes]`` for all images of a split, seen in some way.
 
     Raises:
-        ValueError: some of them are infinite or not numbers.
+        ValueError: some outputs are infinite or NaN.
     """
     size = max(1, min(BATCH_SIZE, BATCH_PIXELS // info.size**2))
     batches = Batches(split, size, mean=info.mean, std=info.std)

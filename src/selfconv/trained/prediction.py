@@ -1,4 +1,4 @@
-"""Classes and probabilities of image files, by a trained model."""
+"""Predicts the classes and probabilities of image files with a trained model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Prediction:
 
 
 def image_files(patterns: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """The files that are meant by files, folders (all images in them, at any depth) and wildcards."""
+    """The files for a list of files, folders (all images in them, at any depth) and wildcards."""
     files: list[Path] = []
     for pattern in patterns:
         if not os.fspath(pattern):  # Path("") is the working directory
@@ -55,7 +55,7 @@ def _images(folder: Path) -> list[Path]:
 
 
 def predict(trained: TrainedModel, images: Sequence[str | os.PathLike[str]]) -> list[Prediction]:
-    """The class and probabilities of each image; images are prepared as those of a training folder are."""
+    """The class and probabilities of each image; preprocessing is that of a training folder."""
     files, info = image_files(images), trained.data
     predictions = []
     step = max(1, min(FILES, PIXELS // info.size**2))

@@ -1,8 +1,8 @@
-"""Accuracy against angle: the test images turned by every multiple of 15°, seen through a round mask.
+"""Accuracy against angle: test images rotated by every multiple of 15°, under a round mask.
 
-The mask is the disc that fits into the image, with the mean colour outside, so that the corners of a turned
-square say nothing about its angle. It is there at every angle, 0° included. Quarter turns move pixels; other
-angles interpolate bicubically.
+The mask is the inscribed disc of the image, with the mean colour outside, so that the corners of a rotated
+square do not reveal its angle. It is applied at every angle, 0° included. Rotations by multiples of 90°
+permute pixels; other angles interpolate bicubically.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MOST_IMAGES = 2000  # a curve is 24 evaluations; so many images leave a standard
 
 @dataclass(frozen=True)
 class RotationCurve:
-    """The share of images classified correctly at each angle."""
+    """The accuracy at each angle."""
 
     angles: list[int]  # degrees, counter-clockwise
     accuracy: list[float]
@@ -57,7 +57,7 @@ class RotationCurve:
 
 
 def turn(images: Tensor, degrees: float) -> Tensor:
-    """Images ``[N, C, h, w]`` turned counter-clockwise about their centre; zero outside."""
+    """Images ``[N, C, h, w]`` rotated counter-clockwise about their centre; zero outside."""
     quarters, rest = divmod(degrees % 360, 90)
     images = images.rot90(int(quarters), (-2, -1))
     if not rest:

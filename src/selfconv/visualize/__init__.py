@@ -1,8 +1,8 @@
-"""What a network with self-convolution layers does, in numbers and in pictures.
+"""Inspects and plots what self-convolution layers compute.
 
-``Inspection`` runs a model once and then answers any question about a pixel from what it kept: the numbers
-are those that the layers computed with. ``selfconv.visualize.figures`` draws them; it alone needs matplotlib,
-which the extra ``plot`` brings.
+``Inspection`` runs a model once, stores the inputs of its layers, and then returns the numbers with which a
+layer computed its output at any pixel. ``selfconv.visualize.figures`` plots them; only this module needs
+matplotlib (extra ``plot``).
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""A picture turned, and what becomes of a layer's maps and of the prediction."""
+"""The feature maps and predictions of a model for transformed images."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from selfconv.visualize._trace import as_batch, trace
 
 @dataclass(frozen=True)
 class EquivarianceView:
-    """For every element S of a group: the image under it, and whether a layer's map follows.
+    """For every element S of a group: the transformed image, and whether a layer's map transforms with it.
 
     ``errors[s]`` is max |maps[s] − steered[s]| / max |steered[s]|: rounding, if the layer and all before it
-    are equivariant. For elements that look between the pixels it is ``selfconv.testing.deviation_error``; on
-    groups that have some, the image is seen through a round mask.
+    are equivariant. For elements that do not map the grid to itself it is
+    ``selfconv.testing.deviation_error``; on groups with such elements, the image has a round mask.
     """
 
     layer: str
@@ -36,8 +36,8 @@ def equivariance_view(
     """Runs a model on an image under every element of a group.
 
     Args:
-        layer: any layer that sees more than one position: self convolution, or a convolution.
-        group: by default the model's own, or if that knows no turns, p4.
+        layer: any spatial layer: self convolution, or a convolution wider than 1×1.
+        group: by default the model's group, or p4 if that has no rotations.
     """
     group = get_group(getattr(model, "group", Z2) if group is None else group)
     if len(group) == 1:

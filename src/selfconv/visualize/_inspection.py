@@ -18,7 +18,7 @@ Pixel = tuple[int, int]  # row, column
 
 
 class LayerInfo(NamedTuple):
-    """A self-convolution layer and the map that it attends on (if it has a stride, before it pools)."""
+    """A self-convolution layer and the size of its attention map (with a stride, before pooling)."""
 
     name: str
     layer: LocalAttention2d
@@ -27,14 +27,14 @@ class LayerInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class PixelView:
-    """How one head of a layer makes its output at one pixel x: Eq. 11, on a group Eq. 20, for every plane P.
+    """How one head computes its output at one pixel x: Eq. 11, on a group Eq. 20, for every plane P.
 
         output(P) = Σ_y α(P, y) · (Σ_R ψ(P, R, y) · neighbourhood(R, y) + β(P, y))
                   = Σ_(R,y) effective(P, R, y) · neighbourhood(R, y) + Σ_y positional(P, y)
 
-    y runs over the k×k window around x. ψ and β are as plane P sees them, that is turned by it. On z2 there
-    is one plane. A layer without ψ (SASA) has the one that passes each plane on as it is, and one without β
-    a β of 0. A dense ψ has one more axis, for the channels it reads, which are then all D of the layer.
+    y runs over the k×k window around x. ψ and β are transformed by P. On z2 there is one plane. A layer
+    without ψ (SASA) is shown with the identity as ψ, and a layer without β with β = 0. A dense ψ has one more
+    axis, for its input channels, which are all D channels of the layer.
     """
 
     layer: str
@@ -65,7 +65,7 @@ class PixelView:
 
 
 class LayerFilters(NamedTuple):
-    """The affine parameters of a layer; where it has none, ψ that passes the features on, and β = 0."""
+    """The affine parameters of a layer; a missing ψ is the identity, and a missing β is 0."""
 
     psi_k: Tensor  # [C, |H|, k, k]; dense: [C, C, |H|, k, k]
     beta_k: Tensor  # [C, k, k]
@@ -89,12 +89,12 @@ class _Operation:
 
 
 class Inspection:
-    """A model and one image: run once, then asked as often as one likes.
+    """Runs a model on one image once, and then computes views of any layer and pixel.
 
     Attributes:
-        image: ``[C, h, w]``, as the model took it.
+        image: ``[C, h, w]``, the model's input.
         output: of the model, ``[num_classes]``.
-        maps: what came out of every spatial layer (convolutions wider than 1×1, too), by name in forward
+        maps: the output of every spatial layer (including convolutions wider than 1×1), by name in forward
             order: ``[C, h, w]``, or ``[C, |H|, h, w]`` on a group.
         layers: the self-convolution layers, in forward order.
     """
@@ -122,13 +122,13 @@ class Inspection:
         return found
 
     def to_map(self, layer: str, pixel: Pixel) -> Pixel:
-        """The pixel of a layer's map in which a pixel of the image lies."""
+        """The pixel of a layer's map that contains a pixel of the image."""
         (h, w), (image_h, image_w) = self.layer(layer).size, self.image.shape[-2:]
         row, column = _check_pixel(pixel, (image_h, image_w), "image")
         return row * h // image_h, column * w // image_w
 
     def look(self, layer: str, pixel: Pixel, head: int) -> PixelView:
-        """How a head of a layer makes its output at a pixel of the layer's map."""
+        """How a head of a layer computes its output at a pixel of the layer's map."""
         info = self.layer(layer)
         heads = info.layer.num_heads
         if isinstance(head, bool) or not isinstance(head, int) or not 0 <= head < heads:
@@ -146,10 +146,10 @@ class Inspection:
         return self._operation(self.layer(layer)).alpha
 
     def entropy(self, layer: str) -> Tensor:
-        """How widely each head looks around at every pixel, ``[heads, P, h, w]``.
+        """The relative entropy of attention at every pixel, ``[heads, P, h, w]``.
 
-        −Σ_y α log α over its largest possible value, log k²: 0 where a head looks at one neighbour alone, 1
-        where at all of the window alike.
+        −Σ_y α log α divided by its maximum, log k²: 0 where attention is on one neighbour only, 1 where it is
+        uniform over the window.
         """
         return relative_entropy(self.alpha(layer).flatten(2, 3), 2)
 
@@ -227,18 +227,18 @@ def list_layers(model: nn.Module, image: Tensor) -> list[LayerInfo]:
 
 
 def look(model: nn.Module, image: Tensor, layer: str, pixel: Pixel, head: int) -> PixelView:
-    """How a head of a layer makes its output at a pixel; see ``Inspection.look``."""
+    """How a head of a layer computes its output at a pixel; see ``Inspection.look``."""
     return Inspection(model, image).look(layer, pixel, head)
 
 
 def entropy_map(model: nn.Module, image: Tensor, layer: str) -> Tensor:
-    """How widely each head looks around, 0 to 1, ``[heads, P, h, w]``; see ``Inspection.entropy``."""
+    """The relative entropy of attention, 0 to 1, ``[heads, P, h, w]``; see ``Inspection.entropy``."""
     return Inspection(model, image).entropy(layer)
 
 
 @torch.no_grad()
 def layer_filters(layer: LocalAttention2d) -> LayerFilters:
-    """ψ^K, β^K, ψ^V, β^V of a layer, with the group axis, also where the layer does without them."""
+    """ψ^K, β^K, ψ^V, β^V of a layer, with the group axis; missing ones are the identity and 0."""
     psi_k, beta_k, psi_v, beta_v = layer.affine_parameters()
     like, k = layer.w_in, layer.kernel_size
 

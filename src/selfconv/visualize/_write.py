@@ -1,4 +1,4 @@
-"""``selfconv figures``: all pictures of a trained model, as files."""
+"""``selfconv figures``: writes all figures of a trained model."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def write_figures(
     pixel: Pixel | None = None,
     head: int | None = None,
 ) -> list[Path]:
-    """Writes every picture of a model to a folder, as PNG and SVG; returns the files.
+    """Writes all figures of a model to a folder, as PNG and SVG; returns the files.
 
     Args:
         image: a file; by default the first test image of the data set.
         layer: by default the first self-convolution layer.
         pixel: row and column of the layer's map; by default where the image has its steepest edge.
-        head: by default one that chooses among the neighbours there: neither all alike nor one alone.
+        head: by default one whose attention at the pixel is neither uniform nor on one neighbour only.
     """
     pixels = trained.open_data().test.images[0] if image is None else trained.read_image(image)
     made = list(model_figures(trained, pixels, layer, pixel, head))  # all of them before any is written

@@ -1,7 +1,7 @@
-"""The pictures: functions of arrays that return matplotlib figures.
+"""The figures: functions of arrays that return matplotlib figures.
 
 Images to be shown are ``[C, h, w]`` with pixels from 0 to 1. Colours are the same everywhere: viridis for
-weights, purple and orange for what has a sign, white where it is zero.
+weights, purple and orange for signed values, with white at zero.
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ def strongest_channel(view: PixelView) -> int:
 
 
 def pixel_figure(image: Tensor, view: PixelView, channel: int | None = None) -> Figure:
-    """Eq. 10 and 11 (on a group 19 and 20) at one pixel: what a head sees there, and the filter it makes.
+    """Eq. 10 and 11 (on a group 19 and 20) at one pixel: the input of a head and its effective filter.
 
     On z2 a row: the neighbourhood V, the template ψ, the scores α, the filter α·ψ, the positions α·β. On a
-    group a row for each plane P, whose filter α·ψ reads every plane R of the neighbourhood above it.
+    group one row for each plane P, whose filter α·ψ is applied to every plane R of the neighbourhood above
+    it.
 
     Args:
         image: to be shown.
@@ -169,8 +170,8 @@ def _group_pixel(image: Tensor, view: PixelView, channel: int) -> Figure:
 def schematic_figure(image: Tensor, view: PixelView, channel: int | None = None) -> Figure:
     """Convolution, self-attention and affine self convolution at one pixel, step by step (Eq. 1, 5, 11).
 
-    All three with the numbers of one layer on z2: the last row is what it computes, the others what is left
-    of that without α, and without ψ and β.
+    All three use the numbers of one layer on z2: the last row is its computation, the others are the same
+    without α, and without ψ and β.
     """
     if len(view.group) > 1 or view.dense:
         kind = "a dense ψ" if view.dense else f"group {view.group.name!r}"
@@ -208,7 +209,7 @@ def schematic_figure(image: Tensor, view: PixelView, channel: int | None = None)
 
 
 def entropy_figure(image: Tensor, entropy: Tensor, layer: str, planes: Sequence[str]) -> Figure:
-    """How widely each head looks around, at every pixel: a column for each head, a row for each plane.
+    """The entropy of attention at every pixel: one column per head, one row per plane.
 
     Args:
         image: to be shown.
@@ -235,15 +236,14 @@ def equivariance_figure(
     views: Mapping[str, EquivarianceView],
     labels: Mapping[str, Sequence[str]] | None = None,
 ) -> Figure:
-    """The image turned, and below for each model its map of each turned image, and how far that is from the
-    turned map of the first.
+    """The transformed images, and for each model its map of each, with the error against the transformed map.
 
-    A map is shown as the mean over channels and planes, which turns as an image does.
+    A map is shown as the mean over channels and planes, which transforms like an image.
 
     Args:
         images: to be shown, one for each element of the group.
         views: by model; all of one group.
-        labels: by model, what it says of each image.
+        labels: by model, its prediction for each image.
     """
     groups = {view.group.name for view in views.values()}
     if len(groups) != 1:
@@ -284,8 +284,8 @@ def _as_picture(features: Tensor) -> Tensor:
 
 
 def filters_figure(filters: LayerFilters, num_heads: int, layer: str) -> Figure:
-    """ψ^K, β^K, ψ^V and β^V of a layer: a row for each head, in it its channels, and for ψ on a group the
-    planes of each. A dense ψ has a row for each channel that it makes, in it all that it reads."""
+    """ψ^K, β^K, ψ^V and β^V of a layer: one row per head with its channels, and for ψ on a group their
+    planes. A dense ψ has one row per output channel, with all its input channels."""
     parts = {
         r"$\psi^K$": filters.psi_k, r"$\beta^K$": filters.beta_k,
         r"$\psi^V$": filters.psi_v, r"$\beta^V$": filters.beta_v,

@@ -1,6 +1,7 @@
-"""``selfconv report``: from the records of runs to tables beside the paper's, figures and verdicts.
+"""``selfconv report``: tables beside the paper's, figures and verdicts from the records of runs.
 
-The same records give the same bytes: no dates, no places on this machine, no order of arguments.
+The report is a deterministic function of the records: it has no dates and no paths of this machine, and does
+not depend on the order of arguments.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ def write_report(folders: Sequence[Path], out: Path) -> list[Path]:
     """Writes a report on all runs in some folders.
 
     Args:
-        folders: of runs, or folders with runs at any depth; a ``plan.json`` among them says how they belong
-            together. Runs that have not finished, or cannot be read, are listed in the report.
+        folders: folders of runs, or folders with runs at any depth; a ``plan.json`` defines how its runs are
+            grouped. Unfinished or unreadable runs are listed in the report.
         out: folder for ``report.html``, ``report.md`` and ``figures/``.
 
     Returns:
         The files written: the HTML, the Markdown, then the figures.
 
     Raises:
-        ValueError: there is no such folder, or no run in it that has finished; nothing has been written.
+        ValueError: a folder does not exist, or no run in it has finished; nothing has been written.
     """
     require("the report", "matplotlib")
     found = read(folders)

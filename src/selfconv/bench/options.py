@@ -1,4 +1,4 @@
-"""What ``selfconv bench`` may be asked for, apart from it, so that ``--help`` need not load torch."""
+"""The options of ``selfconv bench``, in a separate module so that ``--help`` does not import torch."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ PAIRS = {  # model: its convolutional counterpart
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What to measure, and how long."""
+    """What to measure, and for how long."""
 
     sections: tuple[Literal["ops", "growth", "models"], ...] = ("ops", "growth", "models")
     device: str = "cpu"
-    """cpu, or cuda, where the Triton kernels run."""
+    """cpu, or cuda, which uses the Triton kernels."""
     threads: int | None = None
-    """CPU threads; by default torch's own number."""
+    """CPU threads; by default torch's setting."""
     batch: tuple[int, ...] = (1, 64)
     """Batch sizes for the operation."""
     model_batch: int = 128
     """Batch size for the networks."""
     models: tuple[str, ...] = tuple(PAIRS)
-    """Networks to time, each beside its convolutional counterpart."""
+    """Networks to time, each compared with its convolutional counterpart."""
     seconds: float = 3.0
     """Seconds per comparison of the operation; networks get sixteen times as long."""
     quick: bool = False
-    """Only the stage shapes and two networks, briefly: a check that everything works."""
+    """Measure only the stage shapes and two networks, briefly, to check that everything works."""
     out: Path | None = field(default=None)
-    """A folder for bench.json, performance.md and the plots. What an earlier run left there stays, operation
-    or networks, if it is not measured again."""
+    """Folder for bench.json, performance.md and the plots. Earlier results in it are kept if they are not
+    measured again."""

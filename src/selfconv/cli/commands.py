@@ -1,4 +1,4 @@
-"""The subcommands: a function each, whose signature is the options, and a line in ``COMMANDS``."""
+"""The subcommands: each is a function whose signature defines the options, and a line in ``COMMANDS``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 BENCH, BUDGET = BenchOptions(), Budget()
 TRAINED_HELP = (
-    "Folder of a run or of a saved model, or a model that comes with the package: "
+    "Folder of a run or of a saved model, or a model included in the package: "
     f"{', '.join(list_models(pretrained=True))}."
 )
 TrainedPlace = Annotated[str, arg(metavar="TRAINED", help=TRAINED_HELP)]
@@ -122,10 +122,10 @@ def audit(
     """Check layer by layer whether a network is equivariant; exit code 1 if it is not.
 
     Args:
-        model: Name of a model, with random weights; or a trained model, as `evaluate` takes it.
+        model: Name of a model, which gets random weights; or a trained model, as for `evaluate`.
         size: Image size in pixels.
-        group: Name of the group; by default the model's own.
-        downsample: Downsampling of convolutions, if not the model's own.
+        group: Name of the group; by default the model's group.
+        downsample: Downsampling of convolutions; by default the model's.
     """
     from selfconv.models import create_model, list_models
     from selfconv.testing import audit as audit_model
@@ -148,7 +148,7 @@ def audit(
 
 
 def bench(options: BenchOptions = BENCH) -> None:
-    """Measure speed and memory of the operation and the networks, beside the convolutions they replace."""
+    """Measure speed and memory of the operation and the networks, compared with convolution."""
     from selfconv.bench import run_bench
 
     run_bench(options)
@@ -222,14 +222,15 @@ def reproduce(
     Args:
         plan: Name of the plan.
         out: Folder for the runs and the report; by default runs/PLAN.
-        jobs: Runs at a time, each a process with its share of the cores. By default one for each core, as
-            far as there are 4 GB of memory for each (1 GB on digits): small networks gain little from a
-            second thread, and one thread is not stalled by other work. With a GPU, one: they would share it.
-        engine: local: here; ray: on a Ray cluster, as many at a time as it has processors.
-        address: Of a Ray cluster, such as auto; by default Ray is started on this machine.
-        cpus: Processors for each run, with ray; by default 1.
-        gpus: GPUs for each run, with ray; by default none.
-        dry_run: Print the plan with an estimate of the time it takes, and do nothing.
+        jobs: Number of concurrent runs, each a process with its share of the cores. By default the number of
+            cores, limited by memory to one run per 4 GB (1 GB on digits): small networks gain little from a
+            second thread, and other work on the machine slows a single thread down least. With a GPU, 1,
+            since the runs would share it.
+        engine: local: on this machine; ray: on a Ray cluster, as many at a time as it has processors.
+        address: Address of a Ray cluster, such as auto; by default Ray is started on this machine.
+        cpus: Processors per run, with ray; by default 1.
+        gpus: GPUs per run, with ray; by default none.
+        dry_run: Print the plan with a time estimate, without training.
     """
     from selfconv.study import Engine as PlanEngine
     from selfconv.study import RayEngine, make_plan
@@ -265,13 +266,14 @@ def demo(
 ) -> None:
     """Train small versions of the paper's networks on digits and compare them: a table and a report.
 
-    Takes a few minutes on a CPU and needs no internet. Run again, it shows the finished results.
+    Takes a few minutes on a CPU and needs no internet. If it has finished before, it shows the results.
 
     Args:
         out: Folder for the runs and the report.
         seeds: Runs per network; by default 3.
         epochs: Epochs per run; by default 6.
-        jobs: Runs at a time, each a process with its share of the cores; by default as in `reproduce`.
+        jobs: Number of concurrent runs, each a process with its share of the cores; by default as in
+            `reproduce`.
     """
     from selfconv.study import make_plan
     from selfconv.study import reproduce as reproduce_plan
@@ -307,10 +309,10 @@ def explore(
     port: int = 7860,
     open: bool = True,
 ) -> None:
-    """Inspect a model on a local web page: click a pixel to see its filters, turn the image.
+    """Inspect a model on a local web page: click a pixel to see its filters, rotate the image.
 
     Args:
-        trained: Folder of a run or of a saved model; without one, the models that come with the package.
+        trained: Folder of a run or of a saved model; by default the models included in the package.
         host: Address to listen on; any other than 127.0.0.1 gives other machines access.
         port: Port to listen on; 0 for any free port.
         open: Open the page in the browser.

@@ -36,7 +36,7 @@ from safetensors.torch import load_file, save_file
 
 from selfconv._files import file_sha256
 from selfconv.cli import commands
-from selfconv.explorer._study import Study
+from selfconv.explorer._comparison import Comparison
 from selfconv.study import Budget, InProcessEngine, make_plan, reproduce
 from selfconv.train import Interrupted, Run, train
 from selfconv.train.checkpoints import Checkpoint
@@ -170,12 +170,12 @@ def explore(case: Original) -> Answer:
     from selfconv.explorer._view import View
 
     try:
-        study = Study.open(case.run)
-        view, image = View(study), study.samples[0].image
+        comparison = Comparison.open(case.run)
+        view, image = View(comparison), comparison.samples[0].image
         assert view.title()
         assert view.curves()
         assert view.everything(image, (8, 8), 0, 0, 0, 0)
-        return Answer(0, None if study.note else study.probabilities(0, image).tolist())
+        return Answer(0, None if comparison.note else comparison.probabilities(0, image).tolist())
     except (ValueError, OSError):
         return Answer(2)
 

@@ -1,4 +1,4 @@
-"""Which room may import which, read from the source: imports inside functions and for types included."""
+"""Which subpackage may import which, read from the source: imports inside functions and for types included."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOMS = [  # each may import from the leaves and from those before it
     "groups", "ops", "nn", "models", "testing", "data", "train", "trained", "study", "bench", "visualize",
     "explorer", "cli",
 ]  # fmt: skip
-# modules at the top that belong to a room
+# modules at the top that belong to a subpackage
 FACADES = {"timm": "models", "escnn": "nn", "__main__": "cli", "__init__": "cli"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -32,7 +32,7 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for path in FILES}
 
 
-def room_of(module: str) -> str:
+def subpackage_of(module: str) -> str:
     name = [*module.split("."), "__init__"][1]
     return FACADES.get(name, name)
 
@@ -61,10 +61,10 @@ def imports(path: Path) -> Iterator[tuple[str, str | None]]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_of)
-def test_imports_go_one_way_and_not_past_a_rooms_api(path: Path) -> None:
-    here = room_of(module_of(path))
+def test_imports_go_one_way_and_not_past_an_api(path: Path) -> None:
+    here = subpackage_of(module_of(path))
     for module, name in imports(path):
-        there = room_of(module)
+        there = subpackage_of(module)
         if there in LEAVES:
             continue
         assert here not in LEAVES, f"a leaf imports {module}"
@@ -84,6 +84,6 @@ def test_no_module_imports_itself_around_a_corner() -> None:
         pytest.fail(" → ".join(error.args[1]))
 
 
-def test_every_room_has_its_place() -> None:
+def test_every_subpackage_is_listed() -> None:
     found = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES}
     assert found == {*LEAVES, *ROOMS, *FACADES}

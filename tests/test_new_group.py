@@ -13,7 +13,7 @@ from helpers.tiny_runs import run_cli, tiny_config, tiny_data
 
 from selfconv import create_model
 from selfconv.explorer import _pictures
-from selfconv.explorer._study import Study
+from selfconv.explorer._comparison import Comparison
 from selfconv.groups import GROUPS, IDENTITY, MIRROR, Group
 from selfconv.nn import (
     AffineSelfConv2d,
@@ -94,10 +94,10 @@ def test_training_report_and_pictures(group: Group, tmp_path: Path) -> None:
 
     short = [name.replace(" mirrored", " m") for name in NEW[group]]
     assert _pictures.plane_names(group) == short
-    study = Study.open(tmp_path / "run")
-    image, layer = study.samples[0].image, study.layer(0, 0)
+    comparison = Comparison.open(tmp_path / "run")
+    image, layer = comparison.samples[0].image, comparison.layer(0, 0)
     for quarters in range(4):
-        error = study.map_error(0, image, quarters, layer)
+        error = comparison.map_error(0, image, quarters, layer)
         if group.turn(quarters) is None:  # nothing that the maps could follow
             assert error is None
         else:

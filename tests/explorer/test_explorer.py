@@ -28,24 +28,24 @@ from selfconv import cli
 from selfconv.data import DataError
 from selfconv.explorer import _pictures as pictures
 from selfconv.explorer import _server, _uploads
-from selfconv.explorer._curves import curves
-from selfconv.explorer._study import (
-    Sample,
-    Study,
+from selfconv.explorer._comparison import (
+    Comparison,
+    SampleImage,
     change_in_words,
     nearest_pixel,
     turn,
     turn_place,
     wrap,
 )
+from selfconv.explorer._curves import curves
 from selfconv.explorer._uploads import read_upload
 from selfconv.explorer._view import View
 from selfconv.train import train
 
 
 @pytest.fixture(scope="module")
-def study() -> Study:
-    return Study.open(None)
+def comparison() -> Comparison:
+    return Comparison.open(None)
 
 
 # ---- turning ----
@@ -97,43 +97,44 @@ def test_changes_in_words() -> None:
 # ---- the models ----
 
 
-def test_turning_changes_no_p4_prediction(study: Study) -> None:
-    planar, p4 = study.models
+def test_turning_changes_no_p4_prediction(comparison: Comparison) -> None:
+    planar, p4 = comparison.models
     assert (planar.model.group.name, p4.model.group.name) == ("z2", "p4")
     changed = 0
-    for sample in study.samples:
+    for sample in comparison.samples:
         for quarters in (1, 2, 3):
             turned = turn(sample.image, 90 * quarters)
-            difference = study.probabilities(1, turned) - study.probabilities(1, sample.image)
+            difference = comparison.probabilities(1, turned) - comparison.probabilities(1, sample.image)
             assert np.abs(difference).max() < 1e-5
-            errors = [study.map_error(m, sample.image, quarters, study.layer(m, 2)) for m in (0, 1)]
+            errors = [comparison.map_error(m, sample.image, quarters, comparison.layer(m, 2)) for m in (0, 1)]
             assert errors[1] is not None
             assert errors[1] < 1e-4
             assert errors[0] is not None
             assert errors[0] > 0.1
             changed += (
-                study.probabilities(0, turned).argmax() != study.probabilities(0, sample.image).argmax()
+                comparison.probabilities(0, turned).argmax()
+                != comparison.probabilities(0, sample.image).argmax()
             )
-    assert changed > len(study.samples)
+    assert changed > len(comparison.samples)
 
 
-def test_samples_are_of_every_class_and_known_to_the_models(study: Study) -> None:
-    assert [sample.label for sample in study.samples] == study.class_names
+def test_samples_are_of_every_class_and_known_to_the_models(comparison: Comparison) -> None:
+    assert [sample.label for sample in comparison.samples] == comparison.class_names
     right = [
-        study.class_names[int(study.probabilities(model, sample.image).argmax())] == sample.label
+        comparison.class_names[int(comparison.probabilities(model, sample.image).argmax())] == sample.label
         for model in (0, 1)
-        for sample in study.samples
+        for sample in comparison.samples
     ]
     assert sum(right) >= 18
 
 
-def test_inspections_are_remembered(study: Study) -> None:
-    image = study.samples[0].image
-    assert study.inspect(0, image) is study.inspect(0, image.copy())
-    assert study.inspect(0, image) is not study.inspect(1, image)
+def test_inspections_are_remembered(comparison: Comparison) -> None:
+    image = comparison.samples[0].image
+    assert comparison.inspect(0, image) is comparison.inspect(0, image.copy())
+    assert comparison.inspect(0, image) is not comparison.inspect(1, image)
     for n in range(40):
-        study.inspect(0, np.full_like(image, n))
-    assert len(study._inspections) <= 32
+        comparison.inspect(0, np.full_like(image, n))
+    assert len(comparison._inspections) <= 32
 
 
 @pytest.fixture(scope="module")
@@ -154,15 +155,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_is_shown_beside_its_counterpart(runs: Path) -> None:
-    assert [t.name for t in Study.open(runs / "conv").models] == ["conv", "digits_p4_asc"]
-    assert [t.name for t in Study.open(runs / "p4").models] == ["p4", "digits_asc"]
+    assert [t.name for t in Comparison.open(runs / "conv").models] == ["conv", "digits_p4_asc"]
+    assert [t.name for t in Comparison.open(runs / "p4").models] == ["p4", "digits_asc"]
 
 
 def test_a_run_with_other_classes_is_shown_alone(runs: Path) -> None:
-    study = Study.open(runs / "two")
-    assert [t.name for t in study.models] == ["two"]
-    assert {sample.label for sample in study.samples} == {"0", "1"}
-    assert 2 < len(study.samples) <= 12
+    comparison = Comparison.open(runs / "two")
+    assert [t.name for t in comparison.models] == ["two"]
+    assert {sample.label for sample in comparison.samples} == {"0", "1"}
+    assert 2 < len(comparison.samples) <= 12
 
 
 def test_digits_stand_in_for_data_that_is_gone(runs: Path, tmp_path: Path) -> None:
@@ -172,16 +173,16 @@ def test_digits_stand_in_for_data_that_is_gone(runs: Path, tmp_path: Path) -> No
     content["data"]["source"] = str(tmp_path / "gone.npz")
     config.write_text(json.dumps(content))
     record.write_text(json.dumps(json.loads(record.read_text()) | {"config": content}))
-    study = Study.open(tmp_path / "two")
-    assert study.note.startswith("These digits stand in for the run's data, which cannot be read")
-    assert study.samples[0].image.shape == (1, 16, 16)
+    comparison = Comparison.open(tmp_path / "two")
+    assert comparison.note.startswith("These digits stand in for the run's data, which cannot be read")
+    assert comparison.samples[0].image.shape == (1, 16, 16)
 
 
 @pytest.mark.parametrize("name", ["conv", "p4", "two"])
 def test_every_part_of_the_page_for_every_kind_of_run(runs: Path, name: str) -> None:
-    study = Study.open(runs / name)
-    view = View(study)
-    image = study.samples[0].image
+    comparison = Comparison.open(runs / name)
+    view = View(comparison)
+    image = comparison.samples[0].image
     for _, layer in view.layer_choices():
         for angle in (0, 90, 33):
             for part in view.everything(image, (3, 4), angle, layer, 3, 1):
@@ -203,12 +204,12 @@ def decode(address: str) -> np.ndarray:
     return np.array(PIL.Image.open(io.BytesIO(base64.b64decode(address.partition("base64,")[2]))))
 
 
-def test_the_filters_shown_are_those_of_the_layer(study: Study) -> None:
+def test_the_filters_shown_are_those_of_the_layer(comparison: Comparison) -> None:
     """Every picture, decoded again, has the colours of the numbers that the layer computed with."""
-    image, pixel = study.samples[3].image, (5, 9)
+    image, pixel = comparison.samples[3].image, (5, 9)
     for model in (0, 1):
-        found = study.inspect(model, image)
-        name = study.layer(model, 0)
+        found = comparison.inspect(model, image)
+        name = comparison.layer(model, 0)
         view = found.look(name, pixel, 2)
         assert view.alpha.sum((1, 2)).numpy() == pytest.approx(1, abs=1e-5)
         assert torch.allclose(view.response(), view.output, atol=1e-4)
@@ -249,7 +250,7 @@ def test_tiles_keep_every_pixel(count: int, k: int) -> None:
 def test_names_cannot_be_html() -> None:
     name = '<script>alert("1")</script>'
     image = np.zeros((3, 4, 4), np.uint8)
-    html = pictures.strip([Sample(image, name)], 0) + pictures.bars(np.ones(1), np.ones(1), [name])
+    html = pictures.strip([SampleImage(image, name)], 0) + pictures.bars(np.ones(1), np.ones(1), [name])
     assert "<script" not in html
     assert html.count("&lt;script&gt;") == 3
 

@@ -15,7 +15,7 @@ from helpers.tiny_runs import OPTIONS, command, environment, tiny_config, tiny_d
 from safetensors.torch import load_file
 
 from selfconv.nn import GroupBatchNorm
-from selfconv.train import Engine, Run, RunConfig, Trainer, make_accelerator, open_data, train
+from selfconv.train import Hardware, Run, RunConfig, Trainer, make_accelerator, open_data, train
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +81,11 @@ def test_without_synchronised_batch_norm_each_process_has_its_own(
     data: Path, tmp_path: Path, free_port: int
 ) -> None:
     """Through accelerate's launcher. One process that takes each batch in two parts has these gradients."""
-    config = replace(tiny_config(data, lr=0.02, epochs=1), engine=Engine(device="cpu", sync_batch_norm=False))
+    config = replace(
+        tiny_config(data, lr=0.02, epochs=1), engine=Hardware(device="cpu", sync_batch_norm=False)
+    )
     launch(accelerate_launch(free_port), config, tmp_path / "two")
-    train(replace(config, engine=Engine(accumulate=2)), tmp_path / "parts", quiet=True)
+    train(replace(config, engine=Hardware(accumulate=2)), tmp_path / "parts", quiet=True)
     train(config, tmp_path / "one", quiet=True)
     names = ("two", "parts", "one")
     two, parts, one = (vector(weights(tmp_path / name), statistics=False) for name in names)

@@ -22,7 +22,7 @@ from selfconv.models import ResNet, create_model
 from selfconv.train import (
     RECIPES,
     Diverged,
-    Engine,
+    Hardware,
     Recipe,
     Run,
     RunConfig,
@@ -216,7 +216,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(data: Path) -> None:
     """Batch norm sees the parts, so it is taken out of the comparison."""
     results = []
     for accumulate in (1, 4):
-        config = replace(tiny_config(data, lr=0.01), engine=Engine(accumulate=accumulate))
+        config = replace(tiny_config(data, lr=0.01), engine=Hardware(accumulate=accumulate))
         trainer = trainer_of(config)
         for layer in trainer.network.modules():
             if isinstance(layer, torch.nn.BatchNorm2d):
@@ -229,7 +229,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(data: Path) -> None:
 
 
 def test_a_batch_that_does_not_split_evenly(data: Path) -> None:
-    config = replace(tiny_config(data), engine=Engine(accumulate=3))
+    config = replace(tiny_config(data), engine=Hardware(accumulate=3))
     with pytest.raises(
         ValueError, match="batch_size: expected a multiple of accumulate × processes = 3; got 16"
     ):
@@ -335,7 +335,7 @@ def test_a_convolutional_network_trained_upright_loses_its_accuracy_when_images_
 
 
 def test_bf16(data: Path, tmp_path: Path) -> None:
-    config = replace(tiny_config(data, "resnet29_asc", epochs=1), engine=Engine(precision="bf16"))
+    config = replace(tiny_config(data, "resnet29_asc", epochs=1), engine=Hardware(precision="bf16"))
     record = train(config, tmp_path / "run", quiet=True)
     assert math.isfinite(record["test_loss"])
     assert all(p.dtype == torch.float32 for p in open_trained(tmp_path / "run").model.parameters())

@@ -12,7 +12,7 @@ import torch
 from helpers.tiny_runs import run_cli, tiny_config, tiny_data
 from PIL import Image
 
-from selfconv.explorer._study import Study
+from selfconv.explorer._comparison import Comparison
 from selfconv.models import ResNet, create_model
 from selfconv.train import RunError, train
 from selfconv.trained import evaluate, open_trained
@@ -49,7 +49,7 @@ def test_every_command_takes_it(
     assert run_cli("audit", place, "--size", "16") == 0
     assert run_cli("figures", place, "--image", "image.png", "--out", tmp_path / "figures") == 0
     assert len(list((tmp_path / "figures").glob("*.png"))) == 5
-    assert Study.open(place).models[0].name == Path(place).name
+    assert Comparison.open(place).models[0].name == Path(place).name
 
 
 def test_results_are_kept_in_the_folder_of_a_run_alone(work: Path) -> None:

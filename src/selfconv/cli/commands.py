@@ -232,14 +232,13 @@ def reproduce(
         gpus: GPUs per run, with ray; by default none.
         dry_run: Print the plan with a time estimate, without training.
     """
-    from selfconv.study import Engine as PlanEngine
-    from selfconv.study import RayEngine, make_plan
+    from selfconv.study import Engine, RayEngine, make_plan
     from selfconv.study import reproduce as reproduce_plan
 
     made = make_plan(plan, budget)
     placed = {"address": address, "cpus": cpus, "gpus": gpus}
     placed = {name: value for name, value in placed.items() if value is not None}
-    where: PlanEngine
+    where: Engine
     if engine == "ray":
         if jobs is not None:
             raise ValueError("--jobs needs --engine local; got --engine ray, which places runs by --cpus")

@@ -13,7 +13,7 @@ from tyro.conf import arg
 from selfconv.train import (
     RECIPES,
     DataOptions,
-    Engine,
+    Hardware,
     ModelOptions,
     Recipe,
     RecipeName,
@@ -55,7 +55,7 @@ def train_command(args: Sequence[str]) -> Callable[..., None]:
         model: ModelOptions = base.model,
         data: DataOptions = base.data,
         training: Annotated[Recipe, arg(name="recipe")] = recipe,
-        engine: Engine = base.engine,
+        engine: Hardware = base.engine,
         *,
         recipe: RecipeName | None = None,
         seed: int = base.seed,

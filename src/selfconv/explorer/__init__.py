@@ -1,6 +1,6 @@
 """``selfconv explore``: a page on this machine that shows what a trained network does with an image.
 
-_study      models, samples, and what the models compute for an image (remembered)
+_comparison      models, samples, and what the models compute for an image (remembered)
 _uploads    image files from others: checked before they are decoded
 _pictures   numbers as small pictures and HTML
 _curves     how training went, as SVG

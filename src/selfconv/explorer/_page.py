@@ -11,8 +11,8 @@ import gradio as gr
 
 from selfconv.data import DataError
 from selfconv.explorer import _pictures as pictures
+from selfconv.explorer._comparison import Comparison, Image, Place, turn_place, wrap
 from selfconv.explorer._explained import EXPLANATIONS
-from selfconv.explorer._study import Image, Place, Study, turn_place, wrap
 from selfconv.explorer._style import CSS, SAMPLES_JS, STAGE_JS
 from selfconv.explorer._uploads import MAX_BYTES
 from selfconv.explorer._view import View
@@ -22,10 +22,10 @@ QUIETLY: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visib
 FONT, MONO = ["system-ui", "sans-serif"], ["ui-monospace", "monospace"]  # the reader's own: nothing to fetch
 
 
-def build_page(study: Study) -> gr.Blocks:
+def build_page(comparison: Comparison) -> gr.Blocks:
     """The whole page for some models. What one user does is kept in that user's session."""
-    view = View(study)
-    first = study.samples[0].image
+    view = View(comparison)
+    first = comparison.samples[0].image
     start = (first, (first.shape[1] // 2,) * 2, 0, 0, 0, 0)  # its middle, upright
     with gr.Blocks(title="selfconv explore", analytics_enabled=False) as page:
         gr.HTML(view.title(), elem_classes="sc-title")
@@ -44,7 +44,7 @@ def _explore_tab(view: View, start: tuple[Any, ...]) -> None:
     image, home = gr.State(start[0]), gr.State(start[1])
     with gr.Row():
         with gr.Column(scale=4, min_width=260, elem_classes="sc-left"):
-            samples = gr.HTML(pictures.strip(view.study.samples, 0), js_on_load=SAMPLES_JS)
+            samples = gr.HTML(pictures.strip(view.comparison.samples, 0), js_on_load=SAMPLES_JS)
             message = gr.HTML(view.note())
             stage = gr.HTML(view.stage(*start[:4]), js_on_load=STAGE_JS, elem_id="stage")
             with gr.Row():
@@ -73,7 +73,7 @@ def _explore_tab(view: View, start: tuple[Any, ...]) -> None:
 
     def show_sample(old: Image, layer: int, head: int, channel: int, event: gr.EventData) -> list[Any]:
         number = int(event.sample)
-        new = view.study.samples[number].image if 0 <= number < len(view.study.samples) else old
+        new = view.comparison.samples[number].image if 0 <= number < len(view.comparison.samples) else old
         return [new, start[1], 0, view.note(), *view.everything(new, start[1], 0, layer, head, channel)]
 
     def show_upload(
@@ -86,7 +86,7 @@ def _explore_tab(view: View, start: tuple[Any, ...]) -> None:
             return [old, home, angle, shown, *[gr.skip()] * (len(everything) + 1)]
         finally:
             Path(file).unlink(missing_ok=True)
-        strip = pictures.strip(view.study.samples, None)
+        strip = pictures.strip(view.comparison.samples, None)
         shown = (
             f'<p class="sc-note" role="status">{escape(Path(file).name)}, {new.shape[1]}×{new.shape[2]}</p>'
         )

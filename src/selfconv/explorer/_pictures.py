@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from selfconv.explorer._study import Image, Sample
+from selfconv.explorer._comparison import Image, SampleImage
 from selfconv.groups import Group
 from selfconv.visualize import PixelView
 
@@ -101,7 +101,7 @@ def stage(image: Image, pixel: tuple[int, int], cells: tuple[int, int], window: 
     )
 
 
-def strip(samples: Sequence[Sample], chosen: int | None) -> str:
+def strip(samples: Sequence[SampleImage], chosen: int | None) -> str:
     """A button with a small picture for every sample."""
     buttons = []
     for n, sample in enumerate(samples):

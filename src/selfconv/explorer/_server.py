@@ -192,12 +192,12 @@ def make_app(run: str | Path | None, host: str, port: int, hosts: set[str] | Non
     """The page behind its guard; ``uploads`` is the folder that gradio puts them into."""
     import fastapi
 
+    from selfconv.explorer._comparison import Comparison
     from selfconv.explorer._page import build_page, mount
-    from selfconv.explorer._study import Study
 
     fetch_nothing()
     app = fastapi.FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    mount(build_page(Study.open(run)), app, host, port)
+    mount(build_page(Comparison.open(run)), app, host, port)
     return Guard(app, hosts=hosts, max_upload=MAX_BYTES, uploads=Uploads(uploads))
 
 

@@ -7,11 +7,10 @@ from html import escape
 from pathlib import Path
 
 from selfconv.explorer import _pictures as pictures
-from selfconv.explorer._curves import curves
-from selfconv.explorer._study import (
+from selfconv.explorer._comparison import (
+    Comparison,
     Image,
     Place,
-    Study,
     change_in_words,
     follow_in_words,
     kind,
@@ -20,24 +19,25 @@ from selfconv.explorer._study import (
     turn,
     turn_place,
 )
+from selfconv.explorer._curves import curves
 from selfconv.explorer._uploads import read_upload
 
 
 class View:
-    """The parts for a study.
+    """The parts for a comparison.
 
     image is upright; home is the chosen place on it, which goes along when it is turned by ``angle``; layer,
     head and channel count from 0, and a model that has fewer shows its last.
     """
 
-    def __init__(self, study: Study) -> None:
-        self.study = study
+    def __init__(self, comparison: Comparison) -> None:
+        self.comparison = comparison
 
     # ---- what there is to choose ----
 
     def layer_choices(self) -> list[tuple[str, int]]:
-        names = self.study.layers(0)
-        found = self.study.inspect(0, self.study.samples[0].image)
+        names = self.comparison.layers(0)
+        found = self.comparison.inspect(0, self.comparison.samples[0].image)
         sizes = {info.name: info.size for info in found.layers}
         choices = []
         for number, name in enumerate(names):
@@ -46,39 +46,41 @@ class View:
         return choices
 
     def head_choices(self) -> list[tuple[str, int]]:
-        return _numbered(max(self._heads(model, 0) for model in range(len(self.study.models))))
+        return _numbered(max(self._heads(model, 0) for model in range(len(self.comparison.models))))
 
     def channel_choices(self, layer: int) -> list[tuple[str, int]]:
         counts = [
             self._channels(model, layer) // self._heads(model, layer)
-            for model in range(len(self.study.models))
+            for model in range(len(self.comparison.models))
         ]
         return _numbered(max(counts))
 
     def _heads(self, model: int, layer: int) -> int:
-        module = self.study.models[model].model.get_submodule(self.study.layer(model, layer))
+        module = self.comparison.models[model].model.get_submodule(self.comparison.layer(model, layer))
         return getattr(module, "num_heads", 1)
 
     def _channels(self, model: int, layer: int) -> int:
         return len(
-            self.study.inspect(model, self.study.samples[0].image).maps[self.study.layer(model, layer)]
+            self.comparison.inspect(model, self.comparison.samples[0].image).maps[
+                self.comparison.layer(model, layer)
+            ]
         )
 
     def read(self, file: Path) -> Image:
-        data = self.study.models[0].data
+        data = self.comparison.models[0].data
         return read_upload(file, data.size, data.in_channels)
 
     # ---- what is shown ----
 
     def title(self) -> str:
         models = " beside ".join(
-            f"<b>{kind(trained)}</b> ({escape(trained.name)})" for trained in self.study.models
+            f"<b>{kind(trained)}</b> ({escape(trained.name)})" for trained in self.comparison.models
         )
-        about = f"{models}, trained on {escape(Path(self.study.models[0].data.name).name)}"
+        about = f"{models}, trained on {escape(Path(self.comparison.models[0].data.name).name)}"
         return f"<h1>One template, a different filter at every pixel</h1><p>{about}</p>"
 
     def note(self) -> str:
-        return f'<p class="sc-note">{escape(self.study.note)}</p>' if self.study.note else ""
+        return f'<p class="sc-note">{escape(self.comparison.note)}</p>' if self.comparison.note else ""
 
     def everything(
         self, image: Image, home: Place, angle: float, layer: int, head: int, channel: int
@@ -92,7 +94,7 @@ class View:
 
     def stage(self, image: Image, home: Place, angle: float, layer: int) -> str:
         turned = turn(image, angle)
-        found, name = self.study.inspect(0, turned), self.study.layer(0, layer)
+        found, name = self.comparison.inspect(0, turned), self.comparison.layer(0, layer)
         info = next((info for info in found.layers if info.name == name), None)
         cells = info.size if info is not None else image.shape[1:]
         pixel = self._pixel(image, home, angle)
@@ -105,16 +107,18 @@ class View:
         return nearest_pixel(turn_place(home, angle, size), size)
 
     def predictions(self, image: Image, angle: float) -> str:
-        names, panels = self.study.class_names, []
-        for model in range(len(self.study.models)):
-            before = self.study.probabilities(model, image)
-            after = self.study.probabilities(model, turn(image, angle))
+        names, panels = self.comparison.class_names, []
+        for model in range(len(self.comparison.models)):
+            before = self.comparison.probabilities(model, image)
+            after = self.comparison.probabilities(model, turn(image, angle))
             best = escape(names[int(after.argmax())])
             words, style = f"predicts {best}", ""
             if angle:
                 words = _said(change_in_words(before, after, names))
                 style = "sc-same" if words.startswith("same") else "sc-changed"
-            said = f'<p class="{style}" role="status"><b>{kind(self.study.models[model])}</b>: {words}</p>'
+            said = (
+                f'<p class="{style}" role="status"><b>{kind(self.comparison.models[model])}</b>: {words}</p>'
+            )
             panels.append(self._panel(model, said + pictures.bars(after, before, names)))
         short = "sc-bars-short" if max(map(len, names)) <= 2 else ""
         legend = '<p class="sc-note">Bars: as it is turned now. Marks: upright.</p>'
@@ -123,8 +127,8 @@ class View:
     def filters(self, image: Image, home: Place, angle: float, layer: int, head: int, channel: int) -> str:
         turned, pixel = turn(image, angle), self._pixel(image, home, angle)
         panels = []
-        for model in range(len(self.study.models)):
-            found, name = self.study.inspect(model, turned), self.study.layer(model, layer)
+        for model in range(len(self.comparison.models)):
+            found, name = self.comparison.inspect(model, turned), self.comparison.layer(model, layer)
             if not found.layers:
                 content = "<p>This network has no self convolution: its filters are the same everywhere.</p>"
                 panels.append(self._panel(model, content))
@@ -143,16 +147,16 @@ class View:
 
     def maps(self, image: Image, angle: float, layer: int, head: int, channel: int) -> str:
         panels = []
-        for model, trained in enumerate(self.study.models):
-            name = self.study.layer(model, layer)
-            before = self.study.inspect(model, image).maps[name]
-            after = self.study.inspect(model, turn(image, angle)).maps[name]
+        for model, trained in enumerate(self.comparison.models):
+            name = self.comparison.layer(model, layer)
+            before = self.comparison.inspect(model, image).maps[name]
+            after = self.comparison.inspect(model, turn(image, angle)).maps[name]
             heads = self._heads(model, layer)
             own = min(head, heads - 1) * (len(before) // heads) + channel
             own = min(own, len(before) - 1)
             words = f"channel {own + 1} of {len(before)}"
             if angle and angle % 90 == 0:
-                error = self.study.map_error(model, image, int(angle) // 90, name)
+                error = self.comparison.map_error(model, image, int(angle) // 90, name)
                 words += f"; {_said(follow_in_words(error))}"
             shown = pictures.maps(
                 before[own],
@@ -166,11 +170,11 @@ class View:
     def curves(self) -> str:
         return "".join(
             f"<h3>{kind(trained)} <small>{escape(trained.name)}</small></h3>{curves(trained.metrics)}"
-            for trained in self.study.models
+            for trained in self.comparison.models
         )
 
     def _panel(self, model: int, content: str) -> str:
-        trained = self.study.models[model]
+        trained = self.comparison.models[model]
         title = f"<h3>{kind(trained)} <small>{escape(trained.name)}</small></h3>"
         return f'<section class="sc-panel" data-model="{kind(trained)}">{title}{content}</section>'
 

@@ -22,7 +22,7 @@ from selfconv.testing.errors import (
     shift_error,
     transform,
 )
-from selfconv.testing.layer_runs import END, Call, Key, Observer, Stage, explore, record, run_observed
+from selfconv.testing.layer_runs import END, Key, LayerCall, Observer, Stage, explore, record, run_observed
 from selfconv.testing.windows import sampling
 
 BETWEEN = "its input does not turn with the image: a function before it, outside any layer, breaks it"
@@ -35,7 +35,7 @@ class _Judge:
     """Compares runs on transformed images with the first run, and puts exact features in their place."""
 
     def __init__(
-        self, group: Group, calls: dict[Key, Call], tolerances: dict[tuple[Key, Stage], float]
+        self, group: Group, calls: dict[Key, LayerCall], tolerances: dict[tuple[Key, Stage], float]
     ) -> None:
         self.group, self.calls, self.tolerances = group, calls, tolerances
         self.errors: dict[tuple[Key, Stage], float] = dict.fromkeys(product(calls, ("input", "output")), 0.0)
@@ -198,7 +198,7 @@ def output_error(output: list[Any], original: list[Any], s: int, group: Group) -
     return max(errors, key=lambda e: math.inf if math.isnan(e) else e)
 
 
-def _layer_shift_error(call: Call) -> float | None:
+def _layer_shift_error(call: LayerCall) -> float | None:
     x, function = as_function(call)
     outputs = call.leaves["output"]
     if x is None or len(outputs) != 1 or not isinstance(outputs[0], Tensor):
@@ -211,7 +211,7 @@ def _layer_shift_error(call: Call) -> float | None:
     return shift_error(function, x, stride, stride)
 
 
-def as_function(call: Call) -> tuple[Tensor | None, Function]:
+def as_function(call: LayerCall) -> tuple[Tensor | None, Function]:
     """A layer's only tensor, and the layer as a function of it; no tensor if there are several."""
     leaves = call.leaves["input"]
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -226,7 +226,7 @@ def as_function(call: Call) -> tuple[Tensor | None, Function]:
     return (leaves[places[0]] if single else None), function
 
 
-def _off_centre(call: Call, group: Group, tolerance: float) -> str | None:
+def _off_centre(call: LayerCall, group: Group, tolerance: float) -> str | None:
     """How a layer samples off centre, if that is all that keeps it from being equivariant."""
     rule, (x, function) = sampling(call.module), as_function(call)
     if rule is None or x is None or x.dim() < 4:

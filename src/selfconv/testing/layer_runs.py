@@ -23,7 +23,7 @@ END: tuple[Key, Stage] = (("the model's output", 0), "output")
 
 
 @dataclass
-class Call:
+class LayerCall:
     """A call of a layer in the first run: what went in and came out, as flat lists of tensors and others."""
 
     name: str
@@ -85,8 +85,8 @@ def _is_layer(name: str, module: nn.Module) -> bool:
     return isinstance(module, SqueezeExcite) or not children
 
 
-def record(model: nn.Module, x: Tensor) -> tuple[dict[Key, Call], list[Any]]:
-    calls: dict[Key, Call] = {}
+def record(model: nn.Module, x: Tensor) -> tuple[dict[Key, LayerCall], list[Any]]:
+    calls: dict[Key, LayerCall] = {}
 
     def observe(key: Key, module: nn.Module, stage: Stage, leaves: list[Any], spec: TreeSpec) -> None:
         # copies: a later layer may work in place
@@ -95,7 +95,7 @@ def record(model: nn.Module, x: Tensor) -> tuple[dict[Key, Call], list[Any]]:
             calls[key].leaves["output"] = kept
             return
         name = (key[0] or "the model") + (f" (call {key[1] + 1})" if key[1] else "")
-        calls[key] = Call(name, module, spec, {"input": kept, "output": []})
+        calls[key] = LayerCall(name, module, spec, {"input": kept, "output": []})
 
     return calls, run_observed(model, x, observe)
 
@@ -113,7 +113,7 @@ class _Precision(TorchDispatchMode):
         return result
 
 
-def explore(model: nn.Module, other: Tensor, calls: dict[Key, Call]) -> dict[tuple[Key, Stage], float]:
+def explore(model: nn.Module, other: Tensor, calls: dict[Key, LayerCall]) -> dict[tuple[Key, Stage], float]:
     """With another image: marks what does not depend on the image, such as weights; and returns how much is
     rounding in what the network computes until each stage, if less precise than float64."""
     tolerances: dict[tuple[Key, Stage], float] = {}

@@ -6,7 +6,7 @@ from selfconv._lazy import lazy
 from selfconv.train.config import (
     RECIPES,
     DataOptions,
-    Engine,
+    Hardware,
     ModelOptions,
     Recipe,
     RecipeName,
@@ -52,8 +52,8 @@ __all__ = [
     "Checkpoint",
     "DataOptions",
     "Diverged",
-    "Engine",
     "EpochMetrics",
+    "Hardware",
     "Interrupted",
     "Machine",
     "MetricTotals",

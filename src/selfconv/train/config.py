@@ -174,7 +174,7 @@ def default_recipe(source: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Engine:
+class Hardware:
     """Hardware. For several processes, start with `torchrun` or `accelerate launch`."""
 
     device: Literal["auto", "cpu"] = "auto"
@@ -202,7 +202,7 @@ class RunConfig:
     model: ModelOptions = field(default_factory=ModelOptions)
     data: DataOptions = field(default_factory=DataOptions)
     recipe: Recipe = field(default_factory=fast_recipe)
-    engine: Engine = field(default_factory=Engine)
+    engine: Hardware = field(default_factory=Hardware)
     seed: int = 0
     """Random seed of the weights, the order of the images, and augmentation."""
 

@@ -13,13 +13,13 @@ from selfconv._extras import require
 from selfconv._memory import machine_memory
 from selfconv.data import Augment, DataInfo
 from selfconv.models import ResNet, create_model
-from selfconv.train.config import Engine, Recipe, RunConfig
+from selfconv.train.config import Hardware, Recipe, RunConfig
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-def make_accelerator(engine: Engine) -> Accelerator:
+def make_accelerator(engine: Hardware) -> Accelerator:
     """Hugging Face's object that knows of devices, processes, mixed precision and accumulation."""
     require("training", "accelerate", "tensorboard")  # before anything is written
     from accelerate import Accelerator

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from selfconv.groups import GROUPS
 from selfconv.models import ModelFacts
 from selfconv.study.claims import Outcome, shown
-from selfconv.study.report.summary import Group, Row, Study
+from selfconv.study.report.summary import Group, ResultRow, Study
 from selfconv.study.samples import Sample
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ def _look(facts: ModelFacts | None) -> tuple[str, str]:
     return COLOURS[facts.spatial], shapes[2 if facts.squeeze_excite else int(facts.pooled_convolution)]
 
 
-def _point(axes: Axes, row: Row, y: float, sample: Sample, *, upright: bool, x: float = 0.0) -> None:
+def _point(axes: Axes, row: ResultRow, y: float, sample: Sample, *, upright: bool, x: float = 0.0) -> None:
     colour, shape = _look(row.facts)
     x, y = (x, sample.mean) if upright else (sample.mean, y)
     yerr, xerr = (sample.deviation, None) if upright else (None, sample.deviation)
@@ -256,7 +256,7 @@ def _point(axes: Axes, row: Row, y: float, sample: Sample, *, upright: bool, x: 
     )  # fmt: skip
 
 
-def _scatter(axes: Axes, points: Sequence[tuple[Row, Outcome]]) -> None:
+def _scatter(axes: Axes, points: Sequence[tuple[ResultRow, Outcome]]) -> None:
     for row, outcome in points:
         _point(axes, row, 0.0, outcome.accuracy, upright=True, x=outcome.parameters / 1000)
     axes.margins(x=0.16, y=0.14)
@@ -270,7 +270,7 @@ def _alike(panels: Sequence[Sequence[float]]) -> bool:
     return max(everything) - min(everything) <= 2 * max(min(spans), 0.5)
 
 
-def _curves(axes: Axes, row: Row) -> None:
+def _curves(axes: Axes, row: ResultRow) -> None:
     from matplotlib.ticker import MaxNLocator
 
     colour, _ = _look(row.facts)
@@ -299,7 +299,7 @@ def _curves(axes: Axes, row: Row) -> None:
 Box = tuple[float, float, float, float]  # left, bottom, right, top, in pixels
 
 
-def _place_labels(canvas: FigureCanvasAgg, axes: Axes, points: Sequence[tuple[Row, Outcome]]) -> None:
+def _place_labels(canvas: FigureCanvasAgg, axes: Axes, points: Sequence[tuple[ResultRow, Outcome]]) -> None:
     """Writes each point's name beside it, where it covers no point, no error bar and no other name."""
     renderer = canvas.get_renderer()
     frame = axes.get_window_extent(renderer).extents

@@ -42,7 +42,7 @@ class Epoch:
 
 
 @dataclass(frozen=True)
-class Trial:
+class FinishedTrial:
     """A run that has finished. Accuracies are percentages."""
 
     name: str  # of its folder, from the folder that was given on
@@ -77,7 +77,7 @@ class Trial:
 
 @dataclass
 class Found:
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[FinishedTrial] = field(default_factory=list)
     problems: list[tuple[str, str]] = field(default_factory=list)  # folder, reason
     reduced: dict[str, list[str]] = field(default_factory=dict)  # study → what its plan says was made smaller
 
@@ -155,7 +155,7 @@ def _tell_data_apart(found: Found) -> None:
 
 def _keep_distinct(found: Found) -> None:
     """One trial of each seed: the same run again is no new evidence."""
-    kept: dict[tuple[Any, ...], Trial] = {}
+    kept: dict[tuple[Any, ...], FinishedTrial] = {}
     for trial in found.trials:
         place, config = trial.place, trial.config
         key = (place.study, place.group, place.label, config.model.name, trial.options, config.seed)
@@ -186,7 +186,7 @@ def _study(plan: PlanFile) -> str:
     return f"plan {plan.plan}"
 
 
-def _trial(folder: Path, name: str, place: Place | None) -> Trial:
+def _trial(folder: Path, name: str, place: Place | None) -> FinishedTrial:
     if not (folder / "record.json").exists():
         raise ValueError(_unfinished(folder))
     record = read_as(Record, folder / "record.json")
@@ -195,7 +195,7 @@ def _trial(folder: Path, name: str, place: Place | None) -> Trial:
         evaluation = read_as(Evaluation, folder / "evaluation.json")
     config, data = record.config, record.data
     own = _options(config, data.name)
-    return Trial(
+    return FinishedTrial(
         name=name,
         place=_bare(config, own, data.name) if place is None else place,
         config=config,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from selfconv.models import MODELS, ModelFacts, ResNetConfig, at_depth, model_facts, paper_label
 from selfconv.study import paper
 from selfconv.study.claims import TITLES, Claim, Finding, Outcome
-from selfconv.study.report.read import Found, Trial
+from selfconv.study.report.read import FinishedTrial, Found
 from selfconv.study.samples import Difference, Sample, difference
 from selfconv.train import RunConfig, paper_recipe
 
@@ -16,12 +16,12 @@ Options = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
-class Row:
+class ResultRow:
     """A line of a table: a model's runs beside the paper's, either of which may be missing."""
 
     label: str
     model: str
-    trials: tuple[Trial, ...]
+    trials: tuple[FinishedTrial, ...]
     table: str | None  # of the paper, if this is one of its networks on its data
 
     @property
@@ -98,13 +98,13 @@ class Group:
     """A table: rows that are meant to be compared."""
 
     title: str
-    rows: tuple[Row, ...]
+    rows: tuple[ResultRow, ...]
     shared: Options  # what all of its runs have and no run has by default
     table: str | None  # of the paper, if all rows are its networks on its data
     judged: tuple[Judged, ...] = ()
 
     @property
-    def trials(self) -> list[Trial]:
+    def trials(self) -> list[FinishedTrial]:
         return [trial for row in self.rows for trial in row.trials]
 
     @property
@@ -146,7 +146,7 @@ def advice(group: Group) -> str | None:
     )
 
 
-def _best(rows: Sequence[Row], measure: Callable[[Row], Sample | None]) -> Row:
+def _best(rows: Sequence[ResultRow], measure: Callable[[ResultRow], Sample | None]) -> ResultRow:
     values = {row.label: sample.mean for row in rows if (sample := measure(row)) is not None}
     images = min(t.rotation.images for row in rows for t in row.trials if t.rotation is not None)
     top = max(values.values()) / 100
@@ -165,7 +165,7 @@ class Study:
     reduced: tuple[str, ...]
 
     @property
-    def trials(self) -> list[Trial]:
+    def trials(self) -> list[FinishedTrial]:
         return [trial for group in self.groups for trial in group.trials]
 
 
@@ -184,8 +184,10 @@ def summarise(found: Found) -> list[Study]:
     ]
 
 
-def _parts(trials: Iterable[Trial], key: Callable[[Trial], str]) -> dict[str, list[Trial]]:
-    found: dict[str, list[Trial]] = {}
+def _parts(
+    trials: Iterable[FinishedTrial], key: Callable[[FinishedTrial], str]
+) -> dict[str, list[FinishedTrial]]:
+    found: dict[str, list[FinishedTrial]] = {}
     for trial in trials:
         found.setdefault(key(trial), []).append(trial)
     return found
@@ -197,7 +199,7 @@ def _rank(study: Study) -> tuple[int, str, list[str]]:
     return min(known, default=len(tables)), study.title, [trial.name for trial in study.trials]
 
 
-def _order(trial: Trial) -> tuple[object, ...]:
+def _order(trial: FinishedTrial) -> tuple[object, ...]:
     """As the plan has it; without one, groups by name and models in the paper's order."""
     models = list(paper.TABLES["cifar10"].rows)
     depth29 = at_depth(trial.model, 29)
@@ -206,11 +208,11 @@ def _order(trial: Trial) -> tuple[object, ...]:
     return (trial.place.study, trial.place.order, *own, trial.config.seed, trial.name)
 
 
-def _group(title: str, trials: Sequence[Trial]) -> Group:
+def _group(title: str, trials: Sequence[FinishedTrial]) -> Group:
     given = [trial.options for trial in trials]
     shared = tuple(option for option in given[0] if all(option in each for each in given))
     rows = tuple(
-        Row(name, part[0].model, tuple(part), _table(part[0]))
+        ResultRow(name, part[0].model, tuple(part), _table(part[0]))
         for name, part in _parts(trials, lambda t: _label(t, shared)).items()
     )
     tables = {row.table for row in rows}
@@ -220,7 +222,7 @@ def _group(title: str, trials: Sequence[Trial]) -> Group:
     return Group(TITLES.get(title, title), rows, shared, table)
 
 
-def _label(trial: Trial, shared: Options) -> str:
+def _label(trial: FinishedTrial, shared: Options) -> str:
     if trial.place.planned:
         return trial.place.label
     own = [
@@ -231,7 +233,7 @@ def _label(trial: Trial, shared: Options) -> str:
     return paper_label(trial.model, group=trial.config.model.group) + (f" ({', '.join(own)})" if own else "")
 
 
-def _table(trial: Trial) -> str | None:
+def _table(trial: FinishedTrial) -> str | None:
     """The paper's table that a trial belongs to, if it is one of its networks on its data."""
     return paper.table_of(trial.place.data, trial.model) if _unchanged(trial.config) else None
 
@@ -247,10 +249,12 @@ def _unchanged(config: RunConfig) -> bool:
         return False
 
 
-def _beside_the_papers(rows: tuple[Row, ...], table: str) -> tuple[Row, ...]:
+def _beside_the_papers(rows: tuple[ResultRow, ...], table: str) -> tuple[ResultRow, ...]:
     """In the paper's order, with its rows that have no runs here, and what it has no row for at the end."""
     models = paper.TABLES[table].rows
-    missing = [Row(paper_label(m), m, (), table) for m in models if m not in {row.model for row in rows}]
+    missing = [
+        ResultRow(paper_label(m), m, (), table) for m in models if m not in {row.model for row in rows}
+    ]
     names = list(models)
     return tuple(
         sorted(

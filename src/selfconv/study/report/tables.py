@@ -8,7 +8,7 @@ from itertools import groupby
 
 from selfconv.study import paper
 from selfconv.study.claims import signed
-from selfconv.study.report.summary import Group, Row, advice
+from selfconv.study.report.summary import Group, ResultRow, advice
 from selfconv.study.samples import Sample
 
 NONE = "–"
@@ -17,7 +17,7 @@ NONE = "–"
 @dataclass(frozen=True)
 class Column:
     heading: str
-    cell: Callable[[Row], str]
+    cell: Callable[[ResultRow], str]
     of: str = ""  # what it belongs to: our runs, the paper, …
 
 
@@ -65,7 +65,7 @@ def sections(columns: Sequence[Column]) -> list[tuple[str, int]]:
     return [(name, len(list(part))) for name, part in groupby(columns, lambda column: column.of)]
 
 
-def _printed(row: Row) -> str:
+def _printed(row: ResultRow) -> str:
     return f"{row.paper.parameters // 1000}k" if row.paper else NONE
 
 
@@ -79,7 +79,7 @@ def _count(value: int | None) -> str:
     return NONE if value is None else f"{value:,}"
 
 
-def _interval(row: Row) -> str:
+def _interval(row: ResultRow) -> str:
     change = row.difference
     if change is None:
         return NONE
@@ -88,12 +88,12 @@ def _interval(row: Row) -> str:
     return f"{signed(change.low)} to {signed(change.high)}"
 
 
-def _error(row: Row) -> str:
+def _error(row: ResultRow) -> str:
     error = row.equivariance_error
     return NONE if error is None else f"{error:.2f}" if error >= 0.01 else f"{error:.1e}"
 
 
-def _speed(row: Row) -> str:
+def _speed(row: ResultRow) -> str:
     return NONE if row.images_per_second is None else f"{row.images_per_second.mean:,.0f}"
 
 

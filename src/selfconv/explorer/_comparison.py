@@ -29,12 +29,12 @@ REMEMBERED = 32  # inspections; a few MB each
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampleImage:
     image: Image
     label: str
 
 
-class Study:
+class Comparison:
     """Models that take the same images and know the same classes, and samples of these images.
 
     Args:
@@ -42,7 +42,9 @@ class Study:
         note: what the user should know about the samples.
     """
 
-    def __init__(self, models: Sequence[TrainedModel], samples: Sequence[Sample], note: str = "") -> None:
+    def __init__(
+        self, models: Sequence[TrainedModel], samples: Sequence[SampleImage], note: str = ""
+    ) -> None:
         self.models, self.samples, self.note = list(models), list(samples), note
         self._inspections: OrderedDict[tuple[int, bytes], Inspection] = OrderedDict()
         self._lock = Lock()  # a model is traced by hooks, so one image at a time
@@ -119,7 +121,7 @@ def _counterparts(a: TrainedModel, b: TrainedModel) -> bool:
     return same and (len(a.model.group) == 1) != (len(b.model.group) == 1)
 
 
-def _samples(trained: TrainedModel) -> tuple[list[Sample], str]:
+def _samples(trained: TrainedModel) -> tuple[list[SampleImage], str]:
     """Test images of every class, and a note if they are not of the model's own data."""
     options = trained.config.data
     try:
@@ -138,22 +140,22 @@ def _samples(trained: TrainedModel) -> tuple[list[Sample], str]:
     return choose_samples(data), ""
 
 
-def choose_samples(data: Dataset) -> list[Sample]:
+def choose_samples(data: Dataset) -> list[SampleImage]:
     """The first test images of each class, class by class, as many of each as there is room for."""
     each = max(1, SAMPLES // data.num_classes)
     chosen = []
     for label, name in enumerate(data.class_names[:SAMPLES]):
         for number in (data.test.labels == label).nonzero()[:each, 0].tolist():
-            chosen.append(Sample(data.test.images[number].contiguous().numpy(), name))
+            chosen.append(SampleImage(data.test.images[number].contiguous().numpy(), name))
     return chosen
 
 
-def _stand_ins(trained: TrainedModel) -> list[Sample]:
+def _stand_ins(trained: TrainedModel) -> list[SampleImage]:
     digits = choose_samples(load_data("digits"))
     size, channels = trained.data.size, trained.data.in_channels
     larger = fit(np.stack([digit.image.transpose(1, 2, 0) for digit in digits]), size).transpose(0, 3, 1, 2)
     return [
-        Sample(np.repeat(image, channels, 0), f"digit {digit.label}")
+        SampleImage(np.repeat(image, channels, 0), f"digit {digit.label}")
         for image, digit in zip(larger, digits, strict=True)
     ]
 

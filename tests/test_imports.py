@@ -1,4 +1,4 @@
-"""Which subpackage may import which, read from the source: imports inside functions and for types included."""
+"""Which subpackage may import which, read from the source, including imports inside functions and for types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which subpackage may import which, read from the source, including imports inside functions and for types."""
+"""Which subpackage may import which, read from the source; imports inside functions and for types too."""
 
 from __future__ import annotations
 

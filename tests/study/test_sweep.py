@@ -133,6 +133,7 @@ def test_a_recipe_for_all_networks() -> None:
 def test_plans_that_are_not_the_papers_fall_short_of_nothing() -> None:
     for name in ("rotation", "controls"):
         assert make_plan(name).on("plankton", 1000, 200).reduced == ()
+    assert make_plan("rotation", Budget(epochs=1)).reduced == ("1 epoch instead of 12",)
 
 
 def test_what_is_reduced_is_said() -> None:

@@ -66,7 +66,7 @@ def test_a_pretrained_model_for_other_classes_and_channels() -> None:
 def test_another_architecture_is_refused_and_nothing_is_changed(other: dict[str, Any]) -> None:
     model = create_model("resnet29_asc", **SMALL)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(ValueError, match=r"expected a trained network of this architecture: .*; got"):
+    with pytest.raises(ValueError, match=r"expected a trained network of this architecture: .*, not"):
         model.start_from(create_model("resnet29_asc", **SMALL | other))
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
@@ -103,14 +103,17 @@ def test_a_shipped_name(tmp_path: Path, work: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--init", "nowhere"], "init: expected a finished run, .* got 'nowhere'"),
+        (
+            ["--init", "nowhere"],
+            "init: expected the folder of a finished run .* got 'nowhere', no such folder",
+        ),
         (
             ["--init", "digits_asc", "--model", "resnet29"],
-            "expected a trained network of this architecture: .*; got",
+            "expected a trained network of this architecture: .*, not",
         ),
         (
             ["--init", "digits_asc", "--depth", "20"],
-            "expected a trained network of this architecture: .*; got",
+            "expected a trained network of this architecture: .*, not",
         ),
     ],
 )

@@ -98,6 +98,7 @@ def test_the_cosine_rises_then_falls_to_zero(epochs: int, steps: int, warmup: fl
         ({"clip": 0.0}, "clip: expected a number > 0; got 0.0"),
         ({"sizes": ()}, "sizes: expected one or more fractions, 0 < size ≤ 1; got []"),
         ({"sizes": (0.5, 0)}, "sizes: expected one or more fractions, 0 < size ≤ 1; got [0.5, 0]"),
+        ({"sizes": (1, 0.5)}, "sizes: expected the last to be 1, the size of the test images; got [1, 0.5]"),
     ],
 )
 def test_impossible_recipes(options: dict, message: str) -> None:
@@ -178,7 +179,7 @@ def test_what_weight_decay_acts_on(model: str, decay: Literal["all", "maps"]) ->
 
 @given(st.integers(1, 40), st.lists(st.integers(1, 16), min_size=1, max_size=8, unique=True))
 def test_sizes_share_the_epochs_evenly(epochs: int, sixteenths: list[int]) -> None:
-    sizes = sorted(sixteenths)
+    sizes = sorted({*sixteenths, 16})  # the full size comes last
     recipe = Recipe(epochs=epochs, sizes=tuple(size / 16 for size in sizes))
     seen = recipe.all_sizes(64)
     assert seen == sorted(seen)
@@ -188,7 +189,7 @@ def test_sizes_share_the_epochs_evenly(epochs: int, sixteenths: list[int]) -> No
 @given(st.floats(0, 1, exclude_min=True), st.integers(1, 300))
 def test_sizes_keep_p4_exact(share: float, full: int) -> None:
     """Multiples of 4 halve twice; the full size is what it is, and none is larger."""
-    size = Recipe(sizes=(share,)).size_in(0, full)
+    size = Recipe(sizes=(share, 1.0)).size_in(0, full)
     assert 1 <= size <= full
     assert size == full or (size % 4 == 0 and (abs(size - share * full) <= 2 or size == 4))
     assert Recipe().size_in(0, full) == Recipe(sizes=(1.0,)).size_in(0, full) == full

@@ -86,6 +86,18 @@ def test_other_data_with_the_same_classes(work: Path, tmp_path: Path) -> None:
     assert json.loads((work / "run" / "evaluation.json").read_text())["images"] == own.images
 
 
+def test_all_images_of_another_folder_are_tested(work: Path, tmp_path: Path) -> None:
+    """A folder without a test part has nothing that the model was trained on; the result names the folder."""
+    arrays = np.load(work / "tiny.npz")
+    for number, (image, label) in enumerate(zip(arrays["x_test"], arrays["y_test"], strict=True)):
+        folder = tmp_path / "scans" / str(label)
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image[..., 0]).save(folder / f"{number}.png")
+    evaluation = evaluate(open_trained(work / "run"), tmp_path / "scans")
+    assert (evaluation.data, evaluation.images) == ("scans", len(arrays["y_test"]))
+    assert evaluation.accuracy == evaluate(open_trained(work / "run")).accuracy
+
+
 def test_data_of_other_classes_or_channels_is_refused(
     work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

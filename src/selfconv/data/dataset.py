@@ -65,6 +65,13 @@ class Dataset:
     test: Split
     class_names: tuple[str, ...]
     digest: str
+    own_test: bool = True  # False: the source has no test part, so some of its images were set aside
+
+    @property
+    def everything(self) -> Split:
+        """The images of all three splits."""
+        parts = (self.train, self.val, self.test)
+        return Split(torch.cat([p.images for p in parts]), torch.cat([p.labels for p in parts]))
 
     @property
     def num_classes(self) -> int:

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +43,8 @@ def load_folder(root: Path, *, image_size: int | None, seed: int, validation: fl
             raise DataError(f"{root}: too few images to set some aside for a test; got {len(y)}")
         arrays |= {"train": (x[rest], y[rest]), "test": (x[aside], y[aside])}
     name = root.resolve().name
-    return build(name, arrays, names, image_size=None, seed=seed, validation=validation)
+    data = build(name, arrays, names, image_size=None, seed=seed, validation=validation)
+    return replace(data, own_test="test" in parts)
 
 
 def _scan(root: Path) -> dict[str, Files]:

@@ -136,6 +136,11 @@ class ResNetConfig:
             raise ValueError(f"kernel_size: expected an odd integer; got {self.kernel_size}")
         if self.affine != "both" and self.spatial != "asc":
             raise ValueError(f"affine={self.affine!r} needs spatial='asc'; got spatial={self.spatial!r}")
+        if self.spatial == "sasa" and get_group(self.group).band_limited:
+            raise ValueError(
+                f"sasa: expected a group of rotations by 90° and reflections; got {self.group!r}, whose "
+                "rotations mix the rows and columns that its β is made of"
+            )
         if self.attention:
             self._check_heads()
 

@@ -198,13 +198,13 @@ class ResNet(
         Raises:
             ValueError: the networks differ in more than that.
         """
-        free = ("in_channels", "num_classes")
-        for key, value in self.config.items():
-            if key not in free and value != other.config[key]:
-                raise ValueError(
-                    f"expected a trained network of this architecture: {key} {value!r}; "
-                    f"got {other.config[key]!r}"
-                )
+        changed = [
+            f"{key} {value!r}, not {other.config[key]!r}"
+            for key, value in self.config.items()
+            if key not in ("in_channels", "num_classes") and value != other.config[key]
+        ]
+        if changed:
+            raise ValueError(f"expected a trained network of this architecture: {'; '.join(changed)}")
         state = dict(other.state_dict())
         state["stem.conv.weight"] = _for_channels(state["stem.conv.weight"], self.in_channels)
         if other.num_classes != self.num_classes:

@@ -356,18 +356,24 @@ def make_plan(name: str, budget: Budget | None = None) -> Plan:
             config = RunConfig(model=line.model, data=data, recipe=recipe, seed=seed)
             trials.append(Trial(config, line.label, line.group, line.recipe))
     whole = outline.seeds if outline.whole is None else outline.whole
-    epochs = [(t.config.recipe.epochs, paper_recipe(t.config.model.name).epochs) for t in trials]
-    epochs = epochs if outline.of_paper else []
+    epochs = [(t.config.recipe.epochs, _fullepochs(outline, t.config)) for t in trials]
     other = outline.of_paper and budget.recipe not in (None, "paper")
     reduced = [
         *outline.reduced,
         *([f"the recipe {budget.recipe!r} instead of the paper's"] * other),
-        *(f"{count(ours, 'epoch')} instead of {papers}" for ours, papers in epochs if ours < papers),
+        *(f"{count(ours, 'epoch')} instead of {full}" for ours, full in epochs if ours < full),
         *([f"{count(seeds, 'run')} of each network instead of {whole}"] * (seeds < whole)),
         *([f"{len(lines)} of {len(outline.lines)} lines"] * (len(lines) < len(outline.lines))),
     ]
     source = outline.data.source if outline.of_paper else None
     return Plan(name, outline.title, source, tuple(trials), tuple(dict.fromkeys(reduced)))
+
+
+def _fullepochs(outline: Outline, config: RunConfig) -> int:
+    """The paper's, or those of a plan that is not the paper's."""
+    if outline.of_paper:
+        return paper_recipe(config.model.name).epochs
+    return _recipe(outline, Budget(), config.model.name, config.data.source).epochs
 
 
 def _recipe(outline: Outline, budget: Budget, model: str, source: str) -> Recipe:

@@ -124,6 +124,10 @@ class Recipe:
                 raise ValueError(f"{name}: expected 0 ≤ {name} < 1; got {value}")
         if self.sizes is not None and not (self.sizes and all(0 < size <= 1 for size in self.sizes)):
             raise ValueError(f"sizes: expected one or more fractions, 0 < size ≤ 1; got {list(self.sizes)}")
+        if self.sizes is not None and self.sizes[-1] != 1:
+            raise ValueError(
+                f"sizes: expected the last to be 1, the size of the test images; got {list(self.sizes)}"
+            )
 
     def size_in(self, epoch: int, full: int) -> int:
         """The side of the training images in an epoch; each of ``sizes`` gets an equal part of the epochs.

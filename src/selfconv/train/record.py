@@ -116,9 +116,12 @@ def initial_options(place: str) -> ModelOptions:
     """
     file = (WEIGHTS / place if place in list_models(pretrained=True) else Path(place)) / "record.json"
     if not file.is_file():
+        found = "no such folder"
+        if file.parent.is_dir():
+            found = f"a folder without {file.name}; give --model for a saved model without one"
         raise ValueError(
-            f"init: expected a finished run, a saved model with its {file.name}, or one of "
-            f"{', '.join(list_models(pretrained=True))}; got {place!r} (for others, give --model too)"
+            f"init: expected the folder of a finished run or of a saved model, or one of "
+            f"{', '.join(list_models(pretrained=True))}; got {place!r}, {found}"
         )
     record = read_as(Record, file)
     known = ModelOptions().overrides()  # all of them: a default may have been another when it was trained

@@ -85,7 +85,11 @@ def train(
                 raise error if accelerator.is_main_process else SystemExit(2) from None
         noted = StopSignals() if stop is None else nullcontext(stop)
         with noted as stop, Progress(total, visible=visible, watch=watch) as progress:
-            progress.say(f"{config.model.name}, {count_parameters(trainer.network):,} parameters; {data}")
+            changed = [
+                f"{key} {value}" for key, value in config.model.overrides().items() if value is not None
+            ]
+            network = ", ".join([config.model.name, *changed])
+            progress.say(f"{network}, {count_parameters(trainer.network):,} parameters; {data}")
             place = "" if checkpoint is None else f"from epoch {trainer.state.epoch + 1} on, "
             progress.say(f"{place}into {run.folder}")
             try:
@@ -479,7 +483,7 @@ def finish(trainer: Trainer, run: Run, data: Dataset, progress: Progress) -> dic
         record = save_model(run, model, replace(record, data=run.data))
         write_json(run.folder / "record.json", record.to_json())
     progress.say(
-        f"test accuracy {record.test_accuracy:.2%} after {len(history)} epochs, "
+        f"test accuracy {record.test_accuracy:.2%} after {len(history)} epoch{'s' * (len(history) != 1)}, "
         f"{format_duration(seconds)} of training; in {run.folder}"
     )
     return record.to_json()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -91,7 +91,8 @@ class Evaluation:
         views.add_row("change of the logits under quarter turns", f"{self.equivariance_error:.1e}")
         every = f"every {STEP}°, in a round mask"
         views.add_row(f"{every}: mean", f"{self.rotation.mean:.2%}")
-        views.add_row(f"{every}: lowest, at {self.rotation.worst_angle}°", f"{self.rotation.worst:.2%}")
+        where = f", at {self.rotation.worst_angle}°" if self.rotation.worst < self.rotation.mean else ""
+        views.add_row(f"{every}: lowest{where}", f"{self.rotation.worst:.2%}")
         classes = Table("class")
         classes.add_column("accuracy", justify="right")
         classes.add_column("most often taken for")
@@ -160,21 +161,26 @@ def evaluate(
     own.
 
     Args:
-        data: a data set as ``load_data`` takes it; by default the one that the model was trained on.
+        data: a data set as ``load_data`` takes it; by default the one that the model was trained on. Its test
+            images count, or all of its images if it has no test part.
         watch: called with the share that is done, and a line on what is being done.
     """
     dataset = trained.open_data(data)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = torch.device("cpu") if device is None else device
-    evaluation = evaluate_model(trained.model.to(device), dataset.test.to(device), trained.data, watch)
-    if trained.run_folder is None or dataset.digest != trained.data.digest:
+    own = dataset.digest == trained.data.digest
+    # other images than those of training may all be tested
+    split = dataset.test if own or dataset.own_test else dataset.everything
+    evaluation = evaluate_model(trained.model.to(device), split.to(device), trained.data, watch)
+    evaluation = replace(evaluation, data=dataset.name)
+    if trained.run_folder is None or not own:
         return evaluation
     write_json(trained.run_folder / "evaluation.json", asdict(evaluation))
     if not pictures or find_spec("matplotlib") is None:  # the numbers are in the file
         return evaluation
     save_figure(confusion_figure(evaluation), trained.run_folder / "confusion.png")
     save_figure(
-        rotation_figure({trained.name: evaluation.rotation}, escape_for_terminal(evaluation.data)),
+        rotation_figure({trained.name: evaluation.rotation}, evaluation.data),
         trained.run_folder / "rotation.png",
     )
     return evaluation

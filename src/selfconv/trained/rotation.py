@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfconv._resample import round_mask
+from selfconv._text import escape_for_terminal
 from selfconv.data import DataInfo, Split
 from selfconv.train import Watch
 from selfconv.trained.outputs import logits
@@ -95,21 +96,26 @@ def rotation_curve(
     return RotationCurve([*ANGLES], accuracy, count)
 
 
-def rotation_figure(curves: dict[str, RotationCurve], title: str) -> Figure:
-    """Accuracy against angle, a line for each curve."""
+def rotation_figure(curves: dict[str, RotationCurve], data: str) -> Figure:
+    """Accuracy against angle on the test images of a data set, a line for each curve."""
     from matplotlib.figure import Figure
+
+    images = max(curve.images for curve in curves.values())
+    title = f"{escape_for_terminal(data)}: {images:,} test images, rotated, in a round mask"
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     for name, curve in curves.items():
         angles, accuracy = [*curve.angles, 360], [*curve.accuracy, curve.accuracy[0]]
-        axes.plot(angles, [100 * a for a in accuracy], marker="o", markersize=3, label=name)
+        label = f"{escape_for_terminal(name)}, mean {curve.mean:.1%}"
+        axes.plot(
+            angles, [100 * a for a in accuracy], marker="o", markersize=3, label=label.replace("$", r"\$")
+        )
     axes.set_xticks(range(0, 361, 45), [f"{a}°" for a in range(0, 361, 45)])
     axes.set_xlabel("angle of the test images")
     axes.set_ylabel("accuracy, %")
     axes.set_ylim(0, 100)
     axes.grid(alpha=0.3)
     axes.set_title(title, parse_math=False)
-    if len(curves) > 1:
-        axes.legend(fontsize=8)
+    axes.legend(fontsize=8)
     return figure

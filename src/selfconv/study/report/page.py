@@ -13,7 +13,7 @@ from selfconv.study.report import tables as _tables
 from selfconv.study.report.figures import Picture
 from selfconv.study.report.summary import Group, Study
 
-WARNING = "Reduced: not the paper's experiment at its full size. Judge the accuracies accordingly."
+WARNING = "Reduced: not the experiment at its full size. Judge the accuracies accordingly."
 MARKS = {Verdict.HOLDS: "✓", Verdict.FAILS: "✗", Verdict.FEW: "?"}
 CLASSES = {Verdict.HOLDS: "holds", Verdict.FAILS: "fails", Verdict.FEW: "few"}
 

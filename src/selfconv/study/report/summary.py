@@ -130,12 +130,13 @@ def advice(group: Group) -> str | None:
     if len(rows) < 2:
         return None
     turned, upright = _best(rows, lambda row: row.every_angle), _best(rows, lambda row: row.accuracy)
+    images = max(t.rotation.images for t in turned.trials if t.rotation is not None)
     worst = min(turned.at_angles.items(), key=lambda item: item[1].mean)
     assert turned.every_angle is not None
     assert upright.accuracy is not None
     text = (
         f"For images at any angle: {turned.label}, {turned.every_angle.mean:.1f}% on average over all angles "
-        f"and {worst[1].mean:.1f}% at the worst, {worst[0]}°."
+        f"and {worst[1].mean:.1f}% at the worst, {worst[0]}° ({images:,} test images)."
     )
     if upright is turned:
         return f"{text} It is the best for upright images too, with {upright.accuracy.mean:.1f}%."

@@ -182,8 +182,8 @@ def build(
         rest, aside = stratified(labels["train"], validation, seed)
         images["val"], labels["val"] = images["train"][aside], labels["train"][aside]
         images["train"], labels["train"] = images["train"][rest], labels["train"][rest]
-    splits = {part: _split(images[part], labels[part]) for part in ("train", "val", "test")}
-    return Dataset(name=name, class_names=names, digest=digest.hexdigest(), **splits)
+    train, val, test = (_split(images[part], labels[part]) for part in ("train", "val", "test"))
+    return Dataset(name, train, val, test, names, digest.hexdigest())
 
 
 def _split(images: Images, labels: Labels) -> Split:

@@ -157,7 +157,7 @@ def fast_recipe(model: str = "resnet29") -> Recipe:
 
 
 def short_recipe(model: str = "resnet29") -> Recipe:
-    """For 10 to 30 epochs of CIFAR on a CPU, small images first. Found by search: docs/training.md."""
+    """For 10 to 30 epochs of CIFAR on a CPU: small batches, and smaller images first."""
     return Recipe(
         epochs=15,
         batch_size=64,

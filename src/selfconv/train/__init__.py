@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from selfconv.train.runs import Run, open_data, read_metrics
     from selfconv.train.setup import build_model, make_accelerator
     from selfconv.train.signals import StopSignals
-    from selfconv.train.trainer import MetricTotals, Trainer, train
+    from selfconv.train.state import MetricTotals
+    from selfconv.train.trainer import Trainer, train
 else:
     __getattr__, __dir__ = lazy(
         __name__,
@@ -43,7 +44,8 @@ else:
         runs=["Run", "open_data", "read_metrics"],
         signals=["StopSignals"],
         setup=["build_model", "make_accelerator"],
-        trainer=["MetricTotals", "Trainer", "train"],
+        state=["MetricTotals"],
+        trainer=["Trainer", "train"],
     )
 
 __all__ = [

@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-EXTRAS := app,cluster,dev,docs,onnx,plot,timm,train,triton
+EXTRAS := app,cluster,dev,docs,onnx,parquet,plot,timm,train,triton
 
 # what is imported is compiled when it is first used, and then kept, whatever the environment says
 unexport PYTHONDONTWRITEBYTECODE
@@ -34,9 +34,10 @@ browser:
 demo: install
 	$(BIN)/selfconv demo
 
-# files stay whole, for what their tests share is made once; in their order, which ends with short ones
-test: lint typecheck browser
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# mypy is one of the tests. Files stay whole, because their tests share fixtures, and start in the order of
+# tests/conftest.py, slow ones first. Three workers keep two cores busy while tests wait for processes and timeouts
+test: lint browser
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # every property test on many more cases, new ones each time; says how many random calls there were (2,000 and more)
 test-long: install

@@ -9,14 +9,19 @@ import math
 from pathlib import Path
 
 import numpy as np
+import torch
 from matplotlib.figure import Figure
+from PIL import Image, ImageDraw
+from torch import Tensor
 
 from selfconv import _harmonics
 from selfconv.groups import GROUPS
-from selfconv.trained import open_trained
-from selfconv.visualize import equivariance_view
+from selfconv.models import list_models
+from selfconv.trained import TrainedModel, open_trained
+from selfconv.visualize import Inspection, equivariance_view
+from selfconv.visualize._choice import choose_pixels
 from selfconv.visualize._write import model_figures, predictions, save_png
-from selfconv.visualize.figures import equivariance_figure
+from selfconv.visualize.figures import equivariance_figure, template_figure
 
 OUT = Path(__file__).parents[1] / "docs" / "figures"
 IMAGE, LAYER = 0, "stages.0.0.spatial.conv"
@@ -46,6 +51,55 @@ def steering_figure(k: int = 5, fine: int = 61, columns: int = 8) -> Figure:
     return figure
 
 
+def best_weights() -> TrainedModel:
+    """Of the shipped planar networks with affine self convolution, the one for the largest images."""
+    shipped = [open_trained(name) for name in list_models(pretrained=True)]
+    planar = [one for one in shipped if len(one.model.group) == 1 and one.model.config["spatial"] == "asc"]
+    return max(planar, key=lambda one: one.data.size)
+
+
+def drawing(size: int, channels: int) -> Tensor:
+    """Our own picture, uint8 ``[channels, size, size]``: a boat in colour, in grey the stroke of a digit."""
+    fine = 32 * size  # drawn large, then averaged, so that edges are smooth
+    unit = fine / 16
+    picture = Image.new("RGB", (fine, fine), (0, 0, 0) if channels == 1 else (150, 196, 232))
+    pen = ImageDraw.Draw(picture)
+
+    def scaled(*points: tuple[float, float]) -> list[tuple[float, float]]:
+        return [(x * unit, y * unit) for x, y in points]
+
+    if channels == 1:
+        angles = np.linspace(-2.6, 1.2, 60)
+        arc = [(8 + 3.9 * math.cos(a), 5.2 + 3.4 * math.sin(a)) for a in angles]
+        stroke = scaled(*arc, (5.2, 13.6), (12.4, 13.4))
+        pen.line(stroke, fill=(255, 255, 255), width=round(2.3 * unit), joint="curve")
+        for x, y in (stroke[0], stroke[-2], stroke[-1]):
+            pen.ellipse(
+                [x - 1.15 * unit, y - 1.15 * unit, x + 1.15 * unit, y + 1.15 * unit], fill=(255, 255, 255)
+            )
+    else:
+        pen.rectangle(scaled((0, 11), (16, 16)), fill=(38, 92, 140))
+        pen.polygon(scaled((2, 10.4), (14, 10.4), (12, 13), (4, 13)), fill=(120, 46, 30))
+        pen.polygon(scaled((7.6, 1.5), (7.6, 9.6), (2.8, 9.6)), fill=(245, 240, 225))
+        pen.polygon(scaled((8.4, 2.8), (8.4, 9.6), (12.6, 9.6)), fill=(214, 62, 48))
+        pen.line(scaled((8, 1), (8, 10.4)), fill=(70, 50, 40), width=round(0.4 * unit))
+        pen.ellipse(scaled((12.2, 1.4), (14.6, 3.8)), fill=(250, 214, 92))
+    pixels = np.array(
+        picture.resize((size, size), Image.Resampling.BOX).convert("L" if channels == 1 else "RGB")
+    )
+    return torch.from_numpy(pixels.reshape(size, size, channels)).permute(2, 0, 1).contiguous()
+
+
+def first_figure() -> Figure:
+    """One template, five pixels, five filters: for the README."""
+    trained = best_weights()
+    pixels = drawing(trained.data.size, trained.data.in_channels)
+    inspection = Inspection(trained.model, trained.normalise(pixels[None]))
+    places, head = choose_pixels(inspection, LAYER, 5)
+    views = [inspection.look(LAYER, place, head) for place in places]
+    return template_figure(pixels.float() / 255, views)
+
+
 def main() -> None:
     names = ("digits_asc", "digits_p4_asc")
     trained = {name: open_trained(name) for name in names}
@@ -63,6 +117,7 @@ def main() -> None:
     labels = {name: predictions(model, views[name]) for name, model in trained.items()}
     save_png(equivariance_figure(images, views, labels), OUT / "equivariance.png")
     save_png(steering_figure(), OUT / "steering.png")
+    save_png(first_figure(), OUT / "template.png")
     for path in sorted(OUT.glob("*.png")):
         print(f"{path.relative_to(OUT.parents[1])}: {path.stat().st_size / 1000:.0f} kB")
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.cases import EFFORT, number_tried
+from helpers.tiny_runs import tiny_data
 from hypothesis import settings
+
+TESTS = Path(__file__).parent
 
 settings.register_profile("same", deadline=None, max_examples=25, derandomize=True)
 settings.register_profile("new", deadline=None, max_examples=25, print_blob=True)
@@ -20,9 +24,37 @@ if not torch.cuda.is_available():  # before anything imports triton, which reads
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+# the files that take longest, by a worker's time; the others follow in the order of their names
+SLOW_FILES = (
+    "models/test_compile.py",
+    "study/test_jobs.py",
+    "test_docs.py",
+    "test_types.py",
+    "train/test_processes.py",
+    "study/test_ray.py",
+    "explorer/test_explorer_page.py",
+    "nn/test_nn.py",
+    "study/test_sweep.py",
+    "test_packaging.py",
+    "train/test_runs.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow files first: a slow file that starts last keeps one worker busy while the others are idle."""
+    rank = {TESTS / name: number for number, name in enumerate(SLOW_FILES)}
+    items.sort(key=lambda item: rank.get(item.path, len(rank)))
+
+
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of ``tiny_data``, for every test that trains on it."""
+    return tiny_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture

@@ -62,7 +62,7 @@ def test_make_has_the_targets_that_pages_name() -> None:
 
 
 def test_there_are_tutorials_to_run() -> None:
-    assert len([page for page in RUN if page.parent.name == "tutorials"]) == 3
+    assert len([page for page in RUN if page.parent.name == "tutorials"]) == 4
 
 
 def test_a_page_that_is_wrong_is_noticed(elsewhere: Path) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import ROOT, source_of
-from helpers.tiny_runs import OPTIONS, command, environment, same_weights, tiny_config, tiny_data
+from helpers.tiny_runs import OPTIONS, command, environment, same_weights, tiny_config
 from numba import types
 
 from selfconv import _files, cli
@@ -37,15 +37,11 @@ from selfconv.train import (
     RunError,
     Trainer,
     checkpoints,
+    runner,
     runs,
     train,
     trainer,
 )
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
@@ -130,13 +126,13 @@ STAGES: dict[str, Callable[[], None]] = {
         runs.os, "replace", lambda _, to: Path(to).name.startswith("000002")
     ),
     "checkpoint in place, old ones not gone": lambda: wrapped(checkpoints, "listed", always),
-    "before the test": lambda: wrapped(trainer, "finish", always),
+    "before the test": lambda: wrapped(runner, "finish", always),
     "model written, not in place": lambda: wrapped(
         runs.os, "replace", lambda _, to: Path(to).name == "model"
     ),
-    "model in place, no record": lambda: wrapped(trainer, "save_model", always, after=True),
+    "model in place, no record": lambda: wrapped(runner, "save_model", always, after=True),
     "record written": lambda: wrapped(
-        trainer, "write_json", lambda path, _: path.name == "record.json", after=True
+        runner, "write_json", lambda path, _: path.name == "record.json", after=True
     ),
 }  # fmt: skip
 
@@ -229,7 +225,7 @@ def first_step_of_epoch_two(trainer: Trainer, *_: Any) -> bool:
         (runs, "write_json", always),
         (Trainer, "step", first_step_of_epoch_two),
         (checkpoints, "write", epoch_two),
-        (trainer, "save_model", always),
+        (runner, "save_model", always),
     ],
     ids=["at the start", "mid-epoch", "at a checkpoint", "at the end"],
 )

@@ -106,7 +106,7 @@ def test_which_elements_are_exact() -> None:
 
 @band_limited_group
 @pytest.mark.parametrize("k", [1, 3, 5])
-def test_turned_filters_turn_on(group: Group, k: int) -> None:
+def test_rotations_of_filters_compose(group: Group, k: int) -> None:
     """Steering is a homomorphism, as the basis turned is a sum of the basis. Exact elements move pixels."""
     shape = (2, len(group), *group.parameter_shape(k))
     filters = group.window_values(torch.randn(shape, dtype=torch.float64), k)
@@ -189,7 +189,7 @@ def test_what_is_not_a_group_is_refused() -> None:
         Group("turn", (IDENTITY, QUARTER_TURN))
     with pytest.raises(ValueError, match="identity first"):
         Group("late", (HALF_TURN, IDENTITY))
-    with pytest.raises(ValueError, match="is neither a turn nor a mirror"):
+    with pytest.raises(ValueError, match="is neither a rotation nor a reflection"):
         Group("shear", (IDENTITY, ((1, 1), (0, 1))))
 
 

@@ -36,6 +36,7 @@ from safetensors.torch import load_file, save_file
 
 from selfconv._files import file_sha256
 from selfconv.cli import commands
+from selfconv.explorer._answers import Answers, Choice
 from selfconv.explorer._comparison import Comparison
 from selfconv.study import Budget, InProcessEngine, make_plan, reproduce
 from selfconv.train import Interrupted, Run, train
@@ -138,7 +139,7 @@ def export(case: Original) -> Answer:
     """Up to the file's writer, which takes seconds, and in whose place the model is run."""
     outputs: list[Any] = []
 
-    def write(model: torch.nn.Module, path: Path, *, input_shape: tuple[int, ...]) -> None:
+    def write(model: torch.nn.Module, path: Path, *, input_shape: tuple[int, ...], **_: object) -> None:
         image = torch.linspace(0, 1, math.prod(input_shape)).view(1, *input_shape)
         outputs.append(model.eval()(image).tolist())
 
@@ -166,15 +167,13 @@ def digest_of_weights(run: Path) -> str:
 
 
 def explore(case: Original) -> Answer:
-    """As the page does before it is served, without gradio."""
-    from selfconv.explorer._view import View
-
+    """As the page does, without a server."""
     try:
         comparison = Comparison.open(case.run)
-        view, image = View(comparison), comparison.samples[0].image
-        assert view.title()
-        assert view.curves()
-        assert view.everything(image, (8, 8), 0, 0, 0, 0)
+        answers, image = Answers(comparison), comparison.samples[0].image
+        assert answers.start()
+        assert answers.training()
+        assert answers.look(Choice(image, 0, (8, 8), 0, 0, 0))
         return Answer(0, None if comparison.note else comparison.probabilities(0, image).tolist())
     except (ValueError, OSError):
         return Answer(2)
@@ -222,13 +221,15 @@ def answers(originals: dict[str, Original], tmp_path_factory: pytest.TempPathFac
     return found
 
 
-def test_every_command_answers_about_both(originals: dict[str, Original], answers: dict[Any, Answer]) -> None:
+def test_every_command_accepts_untouched_runs(
+    originals: dict[str, Original], answers: dict[Any, Answer]
+) -> None:
     assert {key: answer.code for key, answer in answers.items()} == dict.fromkeys(answers, 0) | {
         ("stopped", "report"): 2  # nothing has finished
     }
     weights = Answer(0, digest_of_weights(originals["finished"].run))
     assert answers["stopped", "resume"] == answers["earlier", "resume"] == weights
-    assert "has finished already, with test accuracy " in answers["finished", "resume"].result
+    assert "already finished, with test accuracy " in answers["finished", "resume"].result
     assert answers["finished", "predict"] != answers["stopped", "predict"]
 
 
@@ -430,7 +431,7 @@ FORGERIES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], object], s
     ),
     "no number": (
         lambda t, s: t.update({"random/python_gauss": torch.tensor([math.nan], dtype=torch.float64)}),
-        "random states: .*python_gauss is no number",
+        "random states: .*python_gauss is not a finite number",
     ),
     "position": (lambda t, s: t["random/numpy"].__setitem__(624, 10**6), "expected a position of 0 to 624"),
     "epoch": (lambda t, s: s.update(history=[]), "history: expected epochs 1 to 1; got 0 others"),
@@ -438,7 +439,7 @@ FORGERIES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], object], s
     "threads": (lambda t, s: s.pop("threads"), "threads is missing"),
     "more": (lambda t, s: s.update(colour="red"), "unknown option 'colour'"),
     "text": (lambda t, s: s.update(seconds="1"), "seconds: expected float; got '1'"),
-    "steps": (lambda t, s: s.update(step=10**7), r"holds the state that belongs into"),
+    "steps": (lambda t, s: s.update(step=10**7), r"contains the state that belongs in"),
 }
 
 
@@ -535,7 +536,7 @@ def test_images_that_do_not_fit_in_memory(
 @pytest.mark.parametrize(
     "name", ["config.json", "data.json", "record.json", "metrics.jsonl", "model/config.json"]
 )
-def test_a_file_that_would_keep_its_reader_waiting(
+def test_fifos_and_devices_are_refused(
     name: str, originals: dict[str, Original], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     case = originals["finished"].copied(tmp_path / "case")

@@ -12,7 +12,7 @@ from helpers.tiny_models import awake
 from helpers.tiny_runs import run_cli, tiny_config, tiny_data
 
 from selfconv import create_model
-from selfconv.explorer import _pictures
+from selfconv.explorer._answers import plane_names
 from selfconv.explorer._comparison import Comparison
 from selfconv.groups import GROUPS, IDENTITY, MIRROR, Group
 from selfconv.nn import (
@@ -87,13 +87,13 @@ def test_training_report_and_pictures(group: Group, tmp_path: Path) -> None:
         assert label in text
         assert not re.search(r"(?<!\w)ResNet29\+ASC", text)
 
-    assert len(write_figures(trained, tmp_path / "figures")) == 8
+    assert len(write_figures(trained, tmp_path / "figures")) == 12
     svg = (tmp_path / "figures" / "pixel.svg").read_text("utf-8")
     assert all(f"P = {name}" in svg for name in NEW[group])
     assert group.turn(1) is not None or not any(f"{angle}°" in svg for angle in (90, 270))
 
     short = [name.replace(" mirrored", " m") for name in NEW[group]]
-    assert _pictures.plane_names(group) == short
+    assert plane_names(group) == short
     comparison = Comparison.open(tmp_path / "run")
     image, layer = comparison.samples[0].image, comparison.layer(0, 0)
     for quarters in range(4):

@@ -114,7 +114,7 @@ def test_metadata(wheel: Path) -> None:
     assert found["License-Expression"] == "MIT AND CC-BY-4.0"  # the code, and the digits in the wheel
     assert found.get_all("License-File") == ["LICENSE", "src/selfconv/data/NOTICE.txt"]
     assert found["Requires-Python"] == ">=3.11"
-    extras = {"app", "cluster", "dev", "docs", "onnx", "plot", "timm", "train", "triton"}
+    extras = {"app", "cluster", "dev", "docs", "onnx", "parquet", "plot", "timm", "train", "triton"}
     assert {*found.get_all("Provides-Extra", [])} == extras
 
 
@@ -228,6 +228,7 @@ MISSING = {  # command, {run} being the folder of a run: the extra that it needs
     "train": "train",
     "train --data {run}/images": "train",
     "predict {run} {run}/images/a/1.png": "train",
+    "evaluate {run} --data x.parquet": "parquet",
     "export {run} --to model.onnx": "onnx",
     "bench --quick --out out": "plot",
     "figures digits_asc --out out": "plot",

@@ -20,7 +20,18 @@ PACKAGE = ROOT / "src" / "selfconv"
 
 
 def test_import_loads_nothing_heavy() -> None:
-    heavy = ["numba", "triton", "matplotlib", "gradio", "pandas", "ray", "accelerate", "timm", "onnx", "PIL"]
+    heavy = [
+        "numba",
+        "triton",
+        "matplotlib",
+        "starlette",
+        "uvicorn",
+        "ray",
+        "accelerate",
+        "timm",
+        "onnx",
+        "PIL",
+    ]
     code = f"""
 import sys
 import selfconv, selfconv.ops, selfconv.nn, selfconv.testing, selfconv.visualize

@@ -8,15 +8,19 @@ from importlib.util import find_spec
 EXTRAS = {  # package: the extra that installs it
     "PIL": "train",
     "accelerate": "train",
-    "gradio": "app",
+    "datasets": "parquet",
+    "imagecodecs": "train",
     "matplotlib": "plot",
     "onnx": "onnx",
     "onnxruntime": "onnx",
     "onnxscript": "onnx",
     "ray": "cluster",
+    "starlette": "app",
     "tensorboard": "train",
+    "tifffile": "train",
     "timm": "timm",
     "triton": "triton",
+    "uvicorn": "app",
 }
 
 

@@ -27,7 +27,7 @@ Kind = TypeVar("Kind")
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """The file holds either what it held before or all of the content, even if the machine stops."""
+    """Replaces a file atomically: it has its old or its new content, even after a crash of the machine."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         with open(partial, "wb") as file:
@@ -43,7 +43,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes sure that the names in a folder survive, not only the files."""
+    """Flushes a folder's entries to disk; flushing a file does not include its name."""
     if os.name == "posix":
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -80,14 +80,14 @@ def file_sha256(path: Path) -> str:
 
 
 def read_text(path: Path) -> str:
-    """The text of a small file; raises ValueError if it is not small, no file, or no text."""
+    """The text of a small file; raises ValueError if it is too large, not a plain file, or not text."""
     check_file(path, JSON_LIMIT)
     with open(path, "rb") as file:
         content = file.read(JSON_LIMIT + 1)
     try:
         return content.decode()
     except UnicodeDecodeError:
-        raise ValueError("expected JSON; got bytes that are no text") from None
+        raise ValueError("expected JSON; got bytes that are not UTF-8 text") from None
 
 
 def read_json(path: Path) -> Any:
@@ -102,7 +102,7 @@ def parse_json(text: str | bytes) -> Any:
     """The only place that decodes JSON.
 
     Raises:
-        ValueError: it is not JSON, a key is there twice, a number is not finite, or it is nested too deeply.
+        ValueError: it is not JSON, a key occurs twice, a number is not finite, or it is nested too deeply.
     """
     try:
         content = json.loads(text, object_pairs_hook=_distinct, parse_constant=_finite, parse_float=_finite)
@@ -123,18 +123,18 @@ def _is_within(content: object, levels: int) -> bool:
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("a key occurs twice")
     return content
 
 
 def _finite(text: str) -> float:
     if not math.isfinite(number := float(text)):
-        raise ValueError(f"{text:.20} is no number")
+        raise ValueError(f"{text:.20} is not a finite number")
     return number
 
 
 def read_as(kind: type[Kind], path: Path) -> Kind:
-    """What a JSON file holds, as a dataclass that says what it must hold."""
+    """The content of a JSON file as a dataclass, whose fields define what is valid."""
     content = read_json(path)
     try:
         return parse(kind, content, "")
@@ -143,7 +143,7 @@ def read_as(kind: type[Kind], path: Path) -> Kind:
 
 
 def read_lines_as(kind: type[Kind], path: Path) -> list[Kind]:
-    """What a file holds that has JSON in every line."""
+    """The content of a JSON lines file, as a list of dataclasses."""
     try:
         lines = read_text(path).splitlines()
     except ValueError as error:
@@ -201,11 +201,19 @@ def _dataclass(kind: Any, value: Any, name: str) -> Any:
     if not isinstance(value, dict):
         raise ValueError(f"{where}expected an object; got {value!r}")
     hints, known = get_type_hints(kind), {f.name: f for f in fields(kind) if f.init}
+    for key, f in known.items():
+        if (earlier := f.metadata.get("earlier")) in value and key not in value:
+            value = {key if k == earlier else k: part for k, part in value.items()}
     if unknown := [key for key in value if key not in known]:
         raise ValueError(f"{where}unknown option {unknown[0]!r}; expected some of {', '.join(sorted(known))}")
     if missing := [key for key, f in known.items() if key not in value and not _has_default(f)]:
         raise ValueError(f"{where}expected {', '.join(known)}; {missing[0]} is missing")
     return kind(**{key: _parse(hints[key], part, key) for key, part in value.items()})
+
+
+def earlier_name(name: str) -> dict[str, str]:
+    """Metadata for a field that older files call by another name; ``parse`` reads it under either."""
+    return {"earlier": name}
 
 
 def _has_default(field: Field[Any]) -> bool:
@@ -242,7 +250,7 @@ def _plain(kind: Any, value: Any, name: str) -> Any:
 
 
 def _short(value: object) -> str:
-    """Python refuses to print integers of thousands of digits."""
+    """A value for a message; Python refuses to print integers of thousands of digits."""
     if isinstance(value, int) and abs(value) > MAX_INTEGER:
         return f"one of {value.bit_length()} bits"
     return repr(value)

@@ -88,10 +88,15 @@ class Group:
         for matrix in self.matrices:
             (a, b), (c, d) = matrix
             if _key(_multiply(matrix, ((a, c), (b, d)))) != _key(IDENTITY):
-                raise ValueError(f"group {self.name!r}: {matrix} is neither a turn nor a mirror")
+                raise ValueError(f"group {self.name!r}: {matrix} is neither a rotation nor a reflection")
         if any(_key(_multiply(a, b)) not in known for a in self.matrices for b in self.matrices):
             raise ValueError(f"group {self.name!r}: the product of two of its elements is not among them")
-        _ = self.quotient, self.factors, self.band_limited  # all tables, while no compiler is tracing
+        _ = (
+            self.quotient,
+            self.factors,
+            self.band_limited,
+            self.keeps_axes,
+        )  # all tables, while no compiler is tracing
 
     def __len__(self) -> int:
         return len(self.matrices)
@@ -126,6 +131,11 @@ class Group:
     def band_limited(self) -> bool:
         """Whether some element does not map the grid to itself: filters then need values between pixels."""
         return not all(self.exact)
+
+    @cached_property
+    def keeps_axes(self) -> bool:
+        """Whether every element maps rows to rows and columns to columns, and so rectangles to themselves."""
+        return all(b == c == 0 and abs(a) == abs(d) == 1 for (a, b), (c, d) in self.matrices)
 
     @cached_property
     def factors(self) -> tuple[tuple[int, int], ...]:
@@ -182,16 +192,23 @@ class Group:
 
     # ---- filters ----
 
-    def parameter_shape(self, k: int) -> tuple[int, ...]:
-        """The shape of a k×k filter's parameters: values ``(k, k)``, or coefficients ``(functions,)``."""
-        self._check_window(k)
-        return (len(_harmonics.basis(k)),) if self.band_limited else (k, k)
+    def parameter_shape(self, k: int | tuple[int, int]) -> tuple[int, ...]:
+        """The shape of a k×k filter's parameters: values ``(k, k)``, or coefficients ``(functions,)``.
 
-    def window_values(self, parameters: Tensor, k: int) -> Tensor:
+        Args:
+            k: also (rows, columns), where the group ``keeps_axes``.
+        """
+        rows, columns = k if isinstance(k, tuple) else (k, k)
+        self._check_window(rows)
+        return (len(_harmonics.basis(rows)),) if self.band_limited else (rows, columns)
+
+    def window_values(self, parameters: Tensor, k: int | tuple[int, int]) -> Tensor:
         """The filters ``[..., k, k]`` for parameters ``[..., *parameter_shape(k)]``."""
         if not self.band_limited:
             return parameters
-        return _combine(parameters, _constant("basis", self.matrices, k)).unflatten(-1, (k, k))
+        rows, columns = k if isinstance(k, tuple) else (k, k)
+        basis = _constant("basis", self.matrices, rows, columns)
+        return _combine(parameters, basis).unflatten(-1, (rows, columns))
 
     def basis(self, k: int) -> Tensor | None:
         """The basis of k×k filters, ``[functions, k, k]``; None if every filter value is a parameter."""
@@ -213,35 +230,37 @@ class Group:
         basis functions.
 
         Args:
-            filters: ``[..., |H|, k, k]``, or ``[..., k, k]`` if ``planar``.
+            filters: ``[..., |H|, k, k]``, or ``[..., k, k]`` if ``planar``; where the group ``keeps_axes``,
+                the window may be a rectangle.
 
         Returns:
             ``[..., P, R, k, k]``, or ``[..., P, k, k]`` if ``planar``.
         """
-        k = int(filters.shape[-1])  # torch.jit.trace makes tensors of sizes
+        window = int(filters.shape[-2]), int(filters.shape[-1])  # torch.jit.trace makes tensors of sizes
         domain = 1 if planar else len(self)
-        if filters.shape[-2] != k or (not planar and filters.shape[-3] != domain):
+        square = window[0] == window[1] or self.keeps_axes
+        if not square or (not planar and filters.shape[-3] != domain):
             lead = "" if planar else f"{domain}, "
             raise ValueError(
                 f"group {self.name!r} steers filters [..., {lead}k, k]; got shape {list(filters.shape)}"
             )
         if len(self) == 1:
             return filters.unsqueeze(-3 if planar else -4)
-        if self.band_limited and k > 1:
+        if self.band_limited and window[0] > 1:
             return self._steer_between_pixels(filters, planar)
-        index = _constant("planar index" if planar else "group index", self.matrices, k).to(filters.device)
-        steered = filters.flatten(-2 if planar else -3).index_select(-1, index)
-        return steered.unflatten(-1, (len(self), *(() if planar else (domain,)), k, k))
+        index = _constant("planar index" if planar else "group index", self.matrices, *window)
+        steered = filters.flatten(-2 if planar else -3).index_select(-1, index.to(filters.device))
+        return steered.unflatten(-1, (len(self), *(() if planar else (domain,)), *window))
 
     def _steer_between_pixels(self, filters: Tensor, planar: bool) -> Tensor:
         k = int(filters.shape[-1])  # torch.jit.trace makes tensors of sizes
         self._check_window(k)
-        steering = _constant("steering", self.matrices, k)  # [k·k, P·k·k]
+        steering = _constant("steering", self.matrices, k, k)  # [k·k, P·k·k]
         turned = _combine(filters.flatten(-2), steering)  # [..., (R,) P·k·k]
         turned = turned.unflatten(-1, (len(self), k, k))  # [..., (R,) P, k, k]
         if planar:
             return turned
-        index = _constant("planes", self.matrices, k).to(filters.device)
+        index = _constant("planes", self.matrices, k, k).to(filters.device)
         return turned.flatten(-4, -3).index_select(-3, index).unflatten(-3, (len(self), len(self)))
 
 
@@ -252,46 +271,50 @@ class Group:
 _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
-def _constant(kind: str, matrices: tuple[Matrix, ...], k: int) -> Tensor:
+def _constant(kind: str, matrices: tuple[Matrix, ...], rows: int, columns: int) -> Tensor:
     """A constant as a tensor, new each time: one made in a trace or in inference mode stays bound to it.
 
     A compiler calls an operator for it. An exported program holds the numbers: it needs no operator of ours.
     """
     if torch.compiler.is_dynamo_compiling() and not _is_exporting():
-        return _constant_op(kind, [entry for matrix in matrices for row in matrix for entry in row], k)
-    return _literal(kind, matrices, k)
+        entries = [entry for matrix in matrices for row in matrix for entry in row]
+        return _constant_op(kind, entries, rows, columns)
+    return _literal(kind, matrices, rows, columns)
 
 
-def _literal(kind: str, matrices: tuple[Matrix, ...], k: int) -> Tensor:
-    return torch.from_numpy(_CONSTANTS[kind](matrices, k))
+def _literal(kind: str, matrices: tuple[Matrix, ...], rows: int, columns: int) -> Tensor:
+    return torch.from_numpy(_CONSTANTS[kind](matrices, rows, columns))
 
 
 # torch.compiler.assume_constant_result does just this, but imports half of torch
 _literal._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _array(kind: str, entries: list[float], k: int) -> npt.NDArray[Any]:
-    rows = list(zip(entries[::2], entries[1::2], strict=True))
-    return _CONSTANTS[kind](tuple(zip(rows[::2], rows[1::2], strict=True)), k)
+def _array(kind: str, entries: list[float], rows: int, columns: int) -> npt.NDArray[Any]:
+    pairs = list(zip(entries[::2], entries[1::2], strict=True))
+    return _CONSTANTS[kind](tuple(zip(pairs[::2], pairs[1::2], strict=True)), rows, columns)
 
 
 @torch.library.custom_op("selfconv::group_constant", mutates_args=())
-def _constant_op(kind: str, entries: list[float], k: int) -> Tensor:
-    return torch.from_numpy(_array(kind, entries, k)).clone()  # a compiler may reuse its memory
+def _constant_op(kind: str, entries: list[float], rows: int, columns: int) -> Tensor:
+    return torch.from_numpy(_array(kind, entries, rows, columns)).clone()  # a compiler may reuse its memory
 
 
 @_constant_op.register_fake
-def _(kind: str, entries: list[float], k: int) -> Tensor:
-    array = _array(kind, entries, k)
+def _(kind: str, entries: list[float], rows: int, columns: int) -> Tensor:
+    array = _array(kind, entries, rows, columns)
     return torch.empty(array.shape, dtype=torch.float64 if array.dtype.kind == "f" else torch.int64)
 
 
-def _basis(matrices: tuple[Matrix, ...], k: int) -> Array:
+# of which "basis", "steering" and "planes" are for square windows alone, as band-limited groups have
+
+
+def _basis(matrices: tuple[Matrix, ...], k: int, _: int) -> Array:
     return _harmonics.basis(k)
 
 
 @cache
-def _steering(matrices: tuple[Matrix, ...], k: int) -> Array:
+def _steering(matrices: tuple[Matrix, ...], k: int, _: int) -> Array:
     """Takes the values of a filter to those of the filter turned by each element: ``[k·k, P·k·k]``."""
     group = _unnamed(matrices)
     turned = []
@@ -302,31 +325,32 @@ def _steering(matrices: tuple[Matrix, ...], k: int) -> Array:
 
 
 @cache
-def _planes(matrices: tuple[Matrix, ...], k: int) -> Index:
+def _planes(matrices: tuple[Matrix, ...], *_: int) -> Index:
     """Where, in R-major order, plane P⁻¹R of the filter turned by P stands, for P, R in order."""
     group = _unnamed(matrices)
     return np.array([group.quotient[p][r] * len(group) + p for p in group for r in group])
 
 
 @cache
-def _planar_index(matrices: tuple[Matrix, ...], k: int) -> Index:
-    """Where in a flat filter [k·k] the value of ψ(P⁻¹y) stands, for P, y in order."""
-    group, middle = _unnamed(matrices), (k - 1) / 2
+def _planar_index(matrices: tuple[Matrix, ...], rows: int, columns: int) -> Index:
+    """Where in a flat filter [rows·columns] the value of ψ(P⁻¹y) stands, for P, y in order."""
+    group = _unnamed(matrices)
     index = []
     for p in group:
-        for i in range(k):
-            for j in range(k):
+        for i in range(rows):
+            for j in range(columns):
                 # doubled, so that the centre of an even window is on the lattice too
-                u, v = group.apply(group.inverse[p], (2 * i - k + 1, 2 * j - k + 1))
-                index.append(int(u / 2 + middle) * k + int(v / 2 + middle))
+                u, v = group.apply(group.inverse[p], (2 * i - rows + 1, 2 * j - columns + 1))
+                index.append(int((u + rows - 1) / 2) * columns + int((v + columns - 1) / 2))
     return np.array(index)
 
 
 @cache
-def _group_index(matrices: tuple[Matrix, ...], k: int) -> Index:
-    """Where in a flat filter [|H|·k·k] the value of ψ(P⁻¹R, P⁻¹y) stands, for P, R, y in order."""
-    places = _planar_index(matrices, k).reshape(len(matrices), 1, k * k)  # [P, 1, y]
-    return (np.array(_unnamed(matrices).quotient)[:, :, None] * k * k + places).reshape(-1)
+def _group_index(matrices: tuple[Matrix, ...], rows: int, columns: int) -> Index:
+    """Where in a flat filter [|H|·rows·columns] the value of ψ(P⁻¹R, P⁻¹y) stands, for P, R, y in order."""
+    taps = rows * columns
+    places = _planar_index(matrices, rows, columns).reshape(len(matrices), 1, taps)  # [P, 1, y]
+    return (np.array(_unnamed(matrices).quotient)[:, :, None] * taps + places).reshape(-1)
 
 
 @cache
@@ -334,7 +358,7 @@ def _unnamed(matrices: tuple[Matrix, ...]) -> Group:
     return Group("", matrices)
 
 
-_CONSTANTS: dict[str, Callable[[tuple[Matrix, ...], int], npt.NDArray[Any]]] = {
+_CONSTANTS: dict[str, Callable[[tuple[Matrix, ...], int, int], npt.NDArray[Any]]] = {
     "basis": _basis,
     "steering": _steering,
     "planes": _planes,

@@ -13,7 +13,16 @@ from selfconv._extras import require
 
 require("selfconv.timm", "timm")
 
-from timm.models import generate_default_cfgs, register_model, resolve_pretrained_cfg  # noqa: E402
+try:
+    from timm.models import generate_default_cfgs, register_model, resolve_pretrained_cfg
+except (RuntimeError, AttributeError) as error:  # of torchvision, which timm imports
+    import torch
+
+    raise ImportError(
+        f"selfconv.timm: timm cannot be imported beside torch {torch.__version__} "
+        f"({' '.join(str(error).split())[:80]}): install the torchvision that was built for this torch, from "
+        "the same index"
+    ) from error
 
 from selfconv.models import ResNet, create_model, list_models  # noqa: E402
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from selfconv.bench import BenchOptions, ModelRow, Results, Row, read_results, run, run_bench
+from selfconv.bench import inference as _inference
 from selfconv.bench import measure as _measure
 from selfconv.bench import models as _models
 from selfconv.bench import ops as _ops
@@ -44,7 +45,7 @@ RESULTS = Results(
 )
 
 
-def test_times_are_the_least_and_contenders_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_minimum_over_interleaved_repetitions(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     turns: list[str] = []
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
@@ -154,7 +155,21 @@ def test_tables_show_ratios_to_the_convolution() -> None:
     assert "verified in Triton's interpreter" in page
 
 
-def test_what_is_not_measured_again_stays() -> None:
+def test_inference_in_every_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"depth": 11, "widths": (4, 4, 8), "num_heads": 2, "kernel_size": 3}
+    monkeypatch.setattr(_inference, "create_model", partial(create_model, **options))
+    monkeypatch.setattr(_inference, "BATCHES", (2,))
+    rows = list(_inference.measure_inference(("resnet29_asc",), 0.01))
+    assert [r.form for r in rows] == ["as trained", "optimised", "torch.export", "ONNX Runtime"]
+    assert all(r.error <= 1e-4 and r.milliseconds and r.ratio for r in rows)
+    wrong = replace(rows[1], error=float("nan"), milliseconds=None, ratio=None)
+    page = markdown(replace(RESULTS, inference=[rows[0], wrong]), [])
+    assert "## Inference, batch 2: ms (times the convolutional counterpart in the same form)" in page
+    assert f"| resnet29_asc | {rows[0].milliseconds:.1f} ({rows[0].ratio:.1f}x) | - |" in page
+    assert "- resnet29_asc, optimised, batch 2: logits differ by nan of the largest" in page
+
+
+def test_unmeasured_sections_are_kept() -> None:
     ops, models = replace(RESULTS, models=[]), replace(RESULTS, ops=[], matmul_gflops=60.0)
     assert joined(ops, models) == RESULTS  # the product is of the run that GFLOP/s are beside
     assert joined(models, ops) == RESULTS
@@ -183,7 +198,7 @@ def test_the_same_figures_give_the_same_bytes(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_another_file_in_the_way(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_output_path_is_another_file(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     content = json.dumps(asdict(RESULTS) | changes)
     (tmp_path / "bench.json").write_text(content)
     with pytest.raises(ValueError, match=rf"bench.json: {message}"):

@@ -333,13 +333,14 @@ def test_a_hostile_archive_with_the_right_checksum(
 def test_an_archive_with_another_checksum_is_not_opened(tmp_path: Path, images: tuple) -> None:
     path = tmp_path / "cifar-10-python.tar.gz"
     write_archive(path, FOLDER, cifar10_members(*images))
-    with pytest.raises(DataError, match=r"damaged or another file \(expected MD5 c58f.*; got .*remove it"):
+    message = r"damaged, or not the expected file \(expected MD5 c58f.*; got .*remove it"
+    with pytest.raises(DataError, match=message):
         load_data("cifar10", cache=tmp_path)
 
 
-def test_not_there_and_not_to_be_downloaded(tmp_path: Path) -> None:
+def test_missing_archive_without_download(tmp_path: Path) -> None:
     with pytest.raises(
-        DataError, match=r"^cifar100: expected .*cifar-100-python.tar.gz, or leave to download"
+        DataError, match=r"^cifar100: expected .*cifar-100-python.tar.gz, or permission to download"
     ):
         load_data("cifar100", cache=tmp_path, download=False)
     assert list(tmp_path.iterdir()) == []

@@ -126,7 +126,7 @@ def test_normalised_by_the_training_images() -> None:
 
 @every_augment
 @pytest.mark.parametrize("channels", [1, 3])
-def test_what_a_batch_is(augment: Augment | None, channels: int) -> None:
+def test_shape_and_dtype_of_a_batch(augment: Augment | None, channels: int) -> None:
     data = split(20, channels)
     for images, labels in batches(data, augment=augment, shuffle=True):
         assert images.dtype == torch.float32

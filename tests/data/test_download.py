@@ -164,7 +164,7 @@ def kept(path: Path) -> int:
     return part.stat().st_size if part.exists() else 0
 
 
-def test_all_at_once(server: Server, path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_complete_download(server: Server, path: Path, capsys: pytest.CaptureFixture) -> None:
     fetch(server, path)
     assert path.read_bytes() == CONTENT
     assert server.ranges == [None]
@@ -269,13 +269,13 @@ def test_redirected_to_a_local_file(server: Server, path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [404, 403, 410])
-def test_not_there(server: Server, path: Path, code: int) -> None:
+def test_http_404(server: Server, path: Path, code: int) -> None:
     server.answers = [status(code)]
     fails(server, path, rf"^{server.url}: HTTP {code} \w+")
     assert len(server.ranges) == 1
 
 
-def test_down(server: Server, path: Path) -> None:
+def test_server_errors(server: Server, path: Path) -> None:
     server.answers = [status(500)] * module.ATTEMPTS
     fails(server, path, r"failed after 5 attempts \(HTTP 500 Internal Server Error\)$")
 

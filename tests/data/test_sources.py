@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from selfconv.data import DataError, Dataset, fit, load_data
-from selfconv.data.dataset import build, stratified
-from selfconv.data.digits import enlarge
+from selfconv.data.dataset import Part, build
+from selfconv.data.npz import enlarge
+from selfconv.data.splits import stratified
 
 
 def fails(match: str, source: Any, **options: Any) -> None:
@@ -94,7 +95,7 @@ class TestSplit:
     @pytest.mark.parametrize("change", ["pixel", "label", "name", "move"])
     def test_digest_sees_every_change(self, change: str) -> None:
         def digest(x: np.ndarray, y: np.ndarray, names: list[str], cut: int = 4) -> str:
-            parts = {"train": (x[:cut], y[:cut]), "test": (x[cut:], y[cut:])}
+            parts = {"train": Part(x[:cut], y[:cut]), "test": Part(x[cut:], y[cut:])}
             return build("x", parts, names, image_size=None, seed=0, validation=0).digest
 
         x, y, names = np.zeros((6, 2, 2), np.uint8), np.array([0, 1] * 3), ["a", "b"]
@@ -109,7 +110,7 @@ class TestSplit:
 
 
 class TestDigits:
-    def test_what_it_is(self) -> None:
+    def test_digits(self) -> None:
         data = load_data("digits")
         assert (data.name, data.num_classes, data.in_channels, data.size) == ("digits", 10, 1, 16)
         assert data.class_names == tuple("0123456789")
@@ -248,9 +249,13 @@ class TestNpz:
             ({"y_train": np.arange(40) % 2 == 0}, "y_train: expected integers .*got bool"),
             ({"y_train": np.zeros((40, 1), int)}, r"y_train: expected integers \[N\]; got int64 \[40, 1\]$"),
             ({"y_train": np.array(["a"] * 40)}, "y_train: expected integers"),
-            ({"x_train": np.zeros((40, 6, 6, 3))}, r"x_train: expected uint8 \[N, H, W\].*; got float64$"),
+            ({"x_train": np.zeros((40, 6, 6, 3))}, "expected values of one type; got float64, uint8: give"),
             ({"x_train": np.zeros((40, 6), np.uint8)}, r"x_train: .*; got shape \[40, 6\]$"),
-            ({"x_train": np.zeros((40, 6, 6, 4), np.uint8)}, r"x_train: .*; got shape \[40, 6, 6, 4\]$"),
+            (
+                {"x_train": np.full((40, 6, 6, 3), "a")},
+                "x_train: expected integers or finite numbers; got <U1$",
+            ),
+            ({"x_train": np.zeros((40, 6, 6, 17), np.uint8)}, r"x_train: .*; got shape \[40, 6, 6, 17\]$"),
             ({"x_train": np.zeros((40, 3, 6, 6), np.uint8)}, r"\[40, 3, 6, 6\] \(channels come last\)$"),
             ({"x_train": np.zeros((40, 0, 6, 3), np.uint8)}, "expected images with pixels"),
             (
@@ -293,7 +298,7 @@ class TestNpz:
         path = save(tmp_path)
         data = path.read_bytes()
         path.write_bytes(data[: int(share * len(data))])
-        fails("expected an .npz file; got something else, or a part of one", path)
+        fails("expected an .npz file; got another format or a truncated file", path)
 
     def test_damaged(self, tmp_path: Path) -> None:
         path = save(tmp_path)
@@ -342,5 +347,5 @@ class TestLoadData:
         fails(why, source, **options)
 
     def test_another_kind_of_file(self, tmp_path: Path) -> None:
-        (tmp_path / "data.csv").write_text("1,2")
-        fails(r"data.csv': another kind of file", tmp_path / "data.csv")
+        (tmp_path / "data.txt").write_text("1,2")
+        fails(r"data.txt': another kind of file", tmp_path / "data.txt")

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from selfconv.groups import P4, Group, dihedral, get_group
+from selfconv.groups import IDENTITY, P4, Group, dihedral, get_group
 from selfconv.ops import affine_self_conv
 
 GROUPS = ("z2", "p4", "p4m")  # of which every element is exact
@@ -25,6 +25,7 @@ TILTED = Group(
 )
 BAND_LIMITED = ("c8", TILTED)
 ALL_GROUPS: tuple[str | Group, ...] = (*GROUPS, *BAND_LIMITED)
+HALVES_OF_A_TURN = Group("c2", (IDENTITY, ((-1, 0), (0, -1))))  # keeps rows and columns apart
 FILTERS = ("psi_k", "beta_k", "psi_v", "beta_v")
 EFFORT = int(os.environ.get("SELFCONV_TEST_EFFORT", "1"))  # `make test-long` tries many times more
 
@@ -119,7 +120,7 @@ class Case:
     batch: int
     head_channels: tuple[int, int]  # of key and value
     num_heads: int
-    kernel_size: int
+    kernel_size: int | tuple[int, int]
     size: tuple[int, int]
     layouts: tuple[Layout, Layout, Layout, Layout] = (
         contiguous,
@@ -127,6 +128,9 @@ class Case:
     dense: bool = False
     missing: tuple[str, ...] = field(default=())  # which of psi_k, beta_k, psi_v, beta_v are None
     scale: float | None = None
+    dilation: int | tuple[int, int] = 1
+    padding_mode: str = "zeros"
+    lifting: bool = False
     dtypes: tuple[torch.dtype, torch.dtype] = (torch.float64, torch.float64)  # of features and filters
     seed: int = 0
     device: str = "cpu"
@@ -137,7 +141,8 @@ class Case:
     def tensors(self) -> dict[str, Tensor | None]:
         generator = torch.Generator().manual_seed(self.seed)
         order, k = len(get_group(self.group)), self.kernel_size
-        axis = () if order == 1 else (order,)
+        window = k if isinstance(k, tuple) else (k, k)
+        axis = () if order == 1 or self.lifting else (order,)
         c_k, c_v = (c * self.num_heads for c in self.head_channels)
 
         def randn(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -147,9 +152,9 @@ class Case:
         for name, c, layout in zip("qkv", (c_k, c_k, c_v), self.layouts, strict=False):
             tensors[name] = layout(randn(self.dtypes[0], self.batch, c, *axis, *self.size))
         for suffix, c in (("k", c_k), ("v", c_v)):
-            shape = (*((c, c) if self.dense else (c,)), *axis, k, k)
+            shape = (*((c, c) if self.dense else (c,)), *axis, *window)
             tensors[f"psi_{suffix}"] = randn(self.dtypes[1], *shape)
-            tensors[f"beta_{suffix}"] = randn(self.dtypes[1], c, k, k)
+            tensors[f"beta_{suffix}"] = randn(self.dtypes[1], c, *window)
         tensors |= dict.fromkeys(self.missing)
         return {n: None if t is None else t.detach().requires_grad_() for n, t in tensors.items()}
 
@@ -161,7 +166,8 @@ class Case:
         return affine_self_conv(
             q, k, v, tensors["psi_k"], tensors["beta_k"], tensors["psi_v"], tensors["beta_v"],
             group=self.group, num_heads=self.num_heads, scale=self.scale,
-            kernel_size=self.kernel_size, **options,
+            kernel_size=self.kernel_size, dilation=self.dilation, padding_mode=self.padding_mode,
+            lifting=self.lifting, **options,
         )  # fmt: skip
 
     def gradients(
@@ -216,7 +222,7 @@ def cases(
     draw: st.DrawFn, *, dense: bool = True, small: bool = True, dtypes: tuple[Any, ...] = DTYPES
 ) -> Case:
     """Shapes that fit the slow reference if ``small``; otherwise ones that fill vectors and span strips."""
-    group = draw(st.sampled_from(ALL_GROUPS))
+    group = draw(st.sampled_from((*ALL_GROUPS, HALVES_OF_A_TURN)))
     few = st.integers(1, 2)
     heads, channels = (few, few) if small else (st.sampled_from((2, 1, 3, 4, 8, 12)), st.sampled_from(WIDTHS))
     num_heads, head_channels = draw(heads), draw(st.tuples(channels, channels))
@@ -226,17 +232,23 @@ def cases(
     layout = st.sampled_from(LAYOUTS)
     # hypothesis prefers what is simplest: small maps and, counted from the other end, large ones
     length = st.integers(1, side) | st.integers(0, side).map(lambda less: side - less)  # 0 at the very end
+    odd = st.sampled_from((1, 3, 5) if small or wide else (1, 3, 5, 7, 9, 11))
+    steps = st.sampled_from((1, 2, 3))
+    free = get_group(group).keeps_axes
     return Case(
         group=group,
         batch=draw(st.sampled_from((2, 1, 0) if small else (2, 1, 3, 0, 9))),
         head_channels=head_channels,
         num_heads=num_heads,
-        kernel_size=draw(st.sampled_from((1, 3, 5) if small or wide else (1, 3, 5, 7, 9, 11))),
+        kernel_size=draw(odd | st.tuples(odd, odd) if free else odd),
         size=draw(st.tuples(length, length)),
         layouts=draw(st.tuples(layout, layout, layout, layout)),
         dense=dense and draw(st.booleans()),
         missing=tuple(sorted(draw(st.sets(st.sampled_from(FILTERS))))),
         scale=draw(st.sampled_from((None, 0.0, 0.7, -0.7))),
+        dilation=draw(steps | st.tuples(steps, steps) if free else steps),
+        padding_mode=draw(st.sampled_from(("zeros", "circular", "exclude"))),
+        lifting=draw(st.booleans()),
         dtypes=draw(st.sampled_from(dtypes)),
         seed=draw(st.integers(0, 2**16)),
     )

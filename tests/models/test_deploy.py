@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from helpers.tiny_models import TINY, awake, channels_last, relative_error, tiny
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
+import selfconv
 from selfconv.models import create_model, export_onnx, export_program, fold_batch_norm, list_models
 from selfconv.nn import (
     AffineSelfConv2d,
@@ -33,7 +36,7 @@ from selfconv.nn._fixed import fix_filters
 @pytest.mark.parametrize(
     ("name", "size", "overrides"),
     [
-        ("p4resnet29_asc_se", 32, {"depth": 29}),
+        ("p4resnet29_asc_se", 32, {"depth": 11}),
         ("p4mresnet29", 16, {"depth": 11, "downsample": "pool", "in_channels": 1}),
         ("c8resnet29_asc", 8, TINY),
         ("c8resnet29", 8, TINY),
@@ -54,7 +57,7 @@ def test_exported_programs_agree_at_any_batch_size(
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("resnet29_asc_se", {}), ("p4resnet29_asc", {"depth": 11}), ("c8resnet29_asc", TINY)],
+    [("resnet29_asc_se", {"depth": 11}), ("p4resnet29_asc", {"depth": 11}), ("c8resnet29_asc", TINY)],
 )
 def test_onnx_agrees_at_any_batch_size(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     model = trained(create_model(name, **options))
@@ -68,6 +71,87 @@ def test_onnx_agrees_at_any_batch_size(name: str, options: dict[str, Any], tmp_p
             logits = model(images)
         assert (torch.from_numpy(from_onnx) - logits).abs().max() < 1e-5
         assert logits.std() > 1e-2
+
+
+RANDOM = [
+    ("resnet29_asc_se", {}),
+    ("resnet29_asc", {"num_heads": 4, "kernel_size": 5, "psi": "dense"}),
+    ("resnet29_asc", {"scale": "head", "kernel_size": 5}),
+    ("resnet29_sasa", {"num_heads": 1}),
+    ("p4resnet29_asc", {}),
+    ("p4resnet29_simple_asc", {"kernel_size": 5}),
+    ("p4mresnet29_asc", {}),
+    ("c8resnet29_asc", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), RANDOM, ids=[f"{n} {o}" for n, o in RANDOM])
+@pytest.mark.filterwarnings("ignore:.*only approximately")
+def test_optimised_networks_are_the_same_functions(name: str, options: dict[str, Any]) -> None:
+    model = tiny(name, **options | {"downsample": "pool"}).train()
+    before = copy.deepcopy(model.state_dict())
+    optimized = selfconv.optimize_for_inference(model)
+    assert model.training
+    assert not optimized.training
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    model.eval()
+    for shape in ((1, 3, 8, 8), (3, 3, 9, 7), (2, 3, 13, 5), (0, 3, 8, 8)):
+        images = torch.randn(*shape)
+        with torch.inference_mode():
+            expected, kept = model(images), images.clone()
+            for layout in (torch.contiguous_format, torch.channels_last):
+                got = optimized(images.contiguous(memory_format=layout))
+                assert got.shape == expected.shape
+                assert len(images) == 0 or relative_error(got, expected) < 1e-4
+        assert torch.equal(images, kept)
+
+
+def test_an_optimised_network_under_autograd_copies_threads_and_dtypes() -> None:
+    model = tiny("p4resnet29_asc")
+    optimized = selfconv.optimize_for_inference(model)
+    images = torch.randn(2, 3, 8, 8, requires_grad=True)
+    expected = torch.autograd.grad(model(images).square().sum(), images)[0]
+    assert relative_error(torch.autograd.grad(optimized(images).square().sum(), images)[0], expected) < 1e-4
+    with torch.inference_mode():
+        logits = model(images)
+        again = pickle.loads(pickle.dumps(optimized))
+        assert relative_error(again(images), logits) < 1e-4
+        assert relative_error(copy.deepcopy(optimized).double()(images.double()), logits.double()) < 1e-4
+        batches = [torch.randn(1 + i % 3, 3, 8, 8) for i in range(24)]
+        alone = [optimized(batch) for batch in batches]
+
+    def run(batch: Tensor) -> Tensor:
+        with torch.inference_mode():
+            return optimized(batch)
+
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(run, batches))
+    assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+
+
+@pytest.mark.parametrize("name", ["resnet29_asc", "p4mresnet29_asc"])
+@pytest.mark.filterwarnings("ignore:.*only approximately")
+def test_one_onnx_file_takes_any_batch_and_size(name: str, tmp_path: Path) -> None:
+    model = tiny(name)
+    export_onnx(model, tmp_path / "model.onnx", input_shape=(3, 8, 8), metadata={"note": "ψ"})
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    assert session.get_modelmeta().custom_metadata_map["note"] == "ψ"
+    for shape in ((1, 3, 8, 8), (3, 3, 9, 11), (2, 3, 13, 17)):
+        images = torch.randn(*shape)
+        (logits,) = session.run(["logits"], {"images": images.numpy()})
+        with torch.no_grad():
+            assert relative_error(torch.from_numpy(logits), model(images)) < 1e-4
+
+
+def test_no_exported_tensor_is_an_unfolded_window() -> None:
+    model = tiny("p4resnet29_asc", kernel_size=5)
+    program = export_program(model, input_shape=(3, 16, 16))
+    widest, planes, k = 4 * max(TINY["widths"]), 4, 5
+    values = [node.meta.get("val") for node in program.graph.nodes]
+    shapes = [value.shape for value in values if isinstance(value, Tensor)]
+    maps = [shape for shape in shapes if len(shape) >= 4]
+    assert max(len(shape) for shape in shapes) <= 5
+    assert max(int(shape[1]) for shape in maps if len(shape) == 4) <= max(k * 8, widest) * planes
 
 
 CONV = partial(GroupConv2d, 4, 6)
@@ -96,7 +180,10 @@ LAYERS: dict[str, Callable[..., nn.Module]] = {
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_layers_with_fixed_filters_are_the_same_functions(name: str, group: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("native", [True, False], ids=["native", "plain"])
+def test_layers_with_fixed_filters_are_the_same_functions(
+    name: str, group: str, dtype: torch.dtype, native: bool
+) -> None:
     lifting = LiftingConv2d(2, 4, 3, padding=1, group=group, dtype=dtype)
     layers = nn.Sequential(lifting, LAYERS[name](group=group, dtype=dtype))
     for bias in (p for n, p in layers.named_parameters() if n.endswith(("bias", "b_in", "b_out"))):
@@ -104,7 +191,7 @@ def test_layers_with_fixed_filters_are_the_same_functions(name: str, group: str,
     images = torch.randn(3, 2, 8, 6, dtype=dtype)
     with torch.no_grad():
         expected = layers(images)
-        fixed = fix_filters(copy.deepcopy(layers))
+        fixed = fix_filters(copy.deepcopy(layers), native=native)
         assert not [m for m in fixed.modules() if isinstance(m, type(lifting) | type(layers[1]))]
         got = fixed(images)
     assert got.dtype == dtype
@@ -113,7 +200,7 @@ def test_layers_with_fixed_filters_are_the_same_functions(name: str, group: str,
 
 
 class Residual(AffineSelfConv2d):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, need_weights: bool = False) -> Tensor:
         return x + super().forward(x)
 
 

@@ -130,17 +130,56 @@ def test_a_size_is_warned_about_if_and_only_if_it_breaks_equivariance(
 
 def test_the_warning_says_which_sizes_are_exact_once_for_each_size() -> None:
     model = tiny("p4resnet29_asc")
-    expected = r"30×30 images.* to p4 only approximately.* multiples of 4 \(28, 32, 36, …\)"
+    expected = r"30×30 images.* to p4 only approximately.* multiples of 4 \(28 or 32\)"
     with pytest.warns(UserWarning, match=expected):
         model(torch.zeros(1, 3, 30, 30))
     with no_warnings():
         model(torch.zeros(1, 3, 32, 32))
         model(torch.zeros(1, 3, 30, 30))
     strided = create_model("p4resnet29", depth=11).eval()
-    with pytest.warns(UserWarning, match=r"sides of 4n\+1 \(29, 33, 37, …\), or downsample='pool'"):
+    with pytest.warns(UserWarning, match=r"sides of 4n\+1 \(29 or 33\), or downsample='pool'"):
         strided(torch.zeros(1, 3, 32, 32))
     with no_warnings():
         create_model("resnet29", depth=11)(torch.zeros(2, 3, 30, 31))  # nothing was promised
+
+
+# ---- the stem for large images ----
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("p4resnet29_asc", 32),
+        ("p4mresnet29_pool", 32),
+        ("p4resnet29", 36),  # stride: 4n+1 on the map after the stem
+        ("c8resnet29_asc", 32),
+        ("resnet29_sasa", 32),
+    ],
+)
+def test_the_stem_for_large_images_is_exact(name: str, size: int) -> None:
+    model = awake(create_model(name, **TINY | {"stem": "pool4", "num_heads": 1}).double(), size=size)
+    with no_warnings():
+        assert audit(model, size).passed
+    assert model.forward_features(torch.zeros(1, 3, 64, 64, dtype=torch.float64)).shape[-2:] == (4, 4)
+    assert {*create_model(name, **TINY | {"num_heads": 1}).state_dict()} < {*model.state_dict()}
+
+
+def test_the_stem_for_large_images_says_which_sizes_are_exact() -> None:
+    model = create_model("p4resnet29_asc", **TINY | {"stem": "pool4"}).eval()
+    with pytest.warns(UserWarning, match=r"40×40 images: .* sides that are multiples of 16 \(32 or 48\)"):
+        model(torch.zeros(1, 3, 40, 40))
+    with pytest.raises(ValueError, match=r"of 16×16 or more; got shape \[1, 3, 12, 12\]"):
+        model(torch.zeros(1, 3, 12, 12))
+    strided = create_model("p4resnet29", **TINY | {"stem": "pool4"}).eval()
+    with pytest.warns(UserWarning, match=r"sides of 16n\+4 \(20 or 36\)"):
+        strided(torch.zeros(1, 3, 32, 32))
+
+
+def test_large_images_are_told() -> None:
+    with pytest.warns(UserWarning, match=r"112×112 images are large for this model.*: stem='pool4'"):
+        create_model("resnet29", **TINY).eval()(torch.zeros(1, 3, 112, 112))
+    with no_warnings():
+        create_model("resnet29", **TINY | {"stem": "pool4"}).eval()(torch.zeros(1, 3, 112, 112))
 
 
 # ---- translations ----

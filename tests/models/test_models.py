@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import ROOT
-from helpers.printed import PAPER
+from helpers.printed import EXACT, PAPER
 from helpers.tiny_models import TINY, tiny
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,19 +31,6 @@ from selfconv.models import (
 )
 from selfconv.nn import GroupBatchNorm, LocalAttention2d
 from selfconv.ops import affine_self_conv_flops
-
-# parameters as the design states them, for 10 and 100 classes
-STATED = {
-    "resnet29": (313_114, 336_244),
-    "resnet29_se": (346_798, None),
-    "p4resnet29": (309_138, 320_748),
-    "p4resnet29_se": (342_234, 353_844),
-    "resnet29_sasa": (235_162, None),
-    "resnet29_simple_asc": (217_354, 240_484),
-    "resnet29_asc": (267_754, 290_884),
-    "resnet29_asc_se": (301_438, None),
-    "p4resnet29_asc": (271_842, 283_452),
-}
 
 
 def counted_by_hand(name: str, classes: int) -> int:
@@ -84,9 +71,9 @@ def test_parameters_are_those_of_the_arithmetic(name: str) -> None:
         assert count_parameters(create_model(name, classes)) == counted_by_hand(name, classes)
 
 
-@pytest.mark.parametrize("name", STATED)
+@pytest.mark.parametrize("name", EXACT)
 def test_parameters_are_as_stated(name: str) -> None:
-    for classes, stated, printed in zip((10, 100), STATED[name], PAPER[name], strict=True):
+    for classes, stated, printed in zip((10, 100), EXACT[name], PAPER[name], strict=True):
         if stated is not None:
             counted = count_parameters(create_model(name, num_classes=classes))
             assert counted == stated
@@ -95,7 +82,7 @@ def test_parameters_are_as_stated(name: str) -> None:
 
 
 def test_the_paper_contradicts_itself_about_p4resnet29() -> None:
-    ten, hundred = STATED["p4resnet29"]
+    ten, hundred = EXACT["p4resnet29"]
     assert hundred is not None
     assert hundred - ten == 90 * (128 + 1) == 11_610  # 90 more classes, 128 features and a bias each
     assert round(hundred / 1000) == PAPER["p4resnet29"][1]
@@ -113,8 +100,8 @@ def test_the_documentation_tells_the_counts_we_have() -> None:
 def test_the_names() -> None:
     names = list_models()
     assert len(names) == len(set(names)) == 44
-    assert {n for n in names if "29" in n} >= set(STATED)
-    assert {n.replace("29", "83") for n in STATED} <= set(names)
+    assert {n for n in names if "29" in n} >= set(EXACT)
+    assert {n.replace("29", "83") for n in EXACT} <= set(names)
     assert {"p4resnet29_simple_asc", "p4resnet29_asc_se", "p4mresnet29", "p4mresnet29_asc"} <= set(names)
     assert list_models("p4mresnet83*") == [n for n in names if n.startswith("p4mresnet83")] != []
     assert list_models("*_sasa") == ["resnet29_sasa", "resnet83_sasa"]
@@ -331,7 +318,7 @@ def test_misspelt_names_are_answered_with_the_nearest(name: str, near: str) -> N
         model_info(name)
 
 
-def test_a_name_like_none_of_them() -> None:
+def test_unknown_name_without_a_near_match() -> None:
     with pytest.raises(ValueError, match=r"unknown model 'x'; selfconv.list_models\(\) lists them"):
         create_model("x")
 

@@ -268,6 +268,7 @@ def test_config_json_holds_every_option(tmp_path: Path) -> None:
         "kernel_size": 3, "num_heads": 2, "psi": "channel", "affine": "both", "scale": "width",
         "affine_std": None, "zero_gamma": True,
         "downsample": "pool", "in_channels": 3, "num_classes": 10, "pool": "mean",
+        "stem": "conv",
     }  # fmt: skip
 
 

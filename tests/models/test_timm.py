@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,7 +85,7 @@ def test_a_new_classifier_is_where_the_model_is() -> None:
     assert model.get_classifier().weight.dtype == torch.float64
 
 
-def test_what_timm_cannot_have() -> None:
+def test_unsupported_timm_options() -> None:
     with pytest.raises(ValueError, match=r"resnet29 has no dropout; got drop_rate=0\.5"):
         timm.create_model("resnet29", drop_rate=0.5)
     with pytest.raises(TypeError, match="unknown option features_only"):
@@ -143,3 +146,20 @@ def test_the_documented_example() -> None:
     names: dict[str, Any] = {}
     exec(block, names)
     assert names["model"].num_classes == 100
+
+
+def test_beside_a_broken_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line with the way out, in place of torchvision's own error."""
+    (tmp_path / "timm").mkdir()
+    (tmp_path / "timm" / "__init__.py").write_text(
+        "raise RuntimeError('operator torchvision::nms does not exist')"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == "timm" or name == "selfconv.timm"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(
+        ImportError,
+        match=r"^selfconv.timm: timm cannot be imported beside torch .* \(operator torchvision::nms does not "
+        r"exist\): install the torchvision that was built for this torch, from the same index$",
+    ):
+        importlib.import_module("selfconv.timm")

@@ -101,7 +101,7 @@ def test_escnn_turns_maps_counter_clockwise() -> None:
 
 
 @every_space
-def test_there_and_back(name: str) -> None:
+def test_round_trip_through_escnn(name: str) -> None:
     space, group_name = SPACES[name][0](), SPACES[name][1]
     group = group_of(space)
     assert group.name == group_name
@@ -119,7 +119,7 @@ def test_there_and_back(name: str) -> None:
 
 
 @every_space
-def test_turning_here_is_turning_there(name: str) -> None:
+def test_actions_agree_with_escnn(name: str) -> None:
     """Every element, by escnn's own transform: of planes and of places."""
     space = SPACES[name][0]()
     group = group_of(space)
@@ -218,7 +218,7 @@ def test_groups_between_the_pixels_are_found_by_their_elements() -> None:
     assert group_of(gspaces.rot2dOnR2(3)).exact == (True, False, False)
 
 
-def test_what_does_not_fit_is_restated() -> None:
+def test_incompatible_types_are_refused() -> None:
     c4 = gspaces.rot2dOnR2(4)
     image, regular = types(c4)
     mixed = FieldType(c4, [c4.regular_repr, c4.trivial_repr])

@@ -320,7 +320,7 @@ def test_batch_norm_shares_statistics_over_the_group(group: str | Group, layout:
     torch.testing.assert_close(layer.running_var, plain.running_var, rtol=0, atol=1e-12)
 
 
-def test_sync_batch_norm_takes_its_place() -> None:
+def test_converts_to_sync_batch_norm() -> None:
     converted = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(GroupBatchNorm(4, group="p4")))
     assert isinstance(converted[0], nn.SyncBatchNorm)
 
@@ -475,8 +475,14 @@ def test_layer_attention_weights_sum_to_one(group: str | Group) -> None:
             lambda: AffineSelfConv2d(4, 6, num_heads=4),
             "num_heads=4 does not divide 6 key channels, 6 value channels",
         ),
-        (lambda: AffineSelfConv2d(4, 8, 4), "kernel_size: expected an odd integer ≥ 1; got 4"),
-        (lambda: AffineSelfConv2d(4, 8, (3, 3)), "expected an odd integer ≥ 1; got (3, 3)"),  # type: ignore[arg-type]
+        (
+            lambda: AffineSelfConv2d(4, 8, 4),
+            "kernel_size: expected an odd integer ≥ 1, or two, (rows, columns); got 4",
+        ),
+        (
+            lambda: AffineSelfConv2d(4, 8, (3, 2)),
+            "expected an odd integer ≥ 1, or two, (rows, columns); got (3, 2)",
+        ),
         (lambda: AffineSelfConv2d(10, 10), "10 value channels; expected one of 1, 2, 5, 10"),
         (lambda: AffineSelfConv2d(8, 8, stride=2)(torch.ones(1, 8, 1, 1)), "expected maps of 2×2 or more"),
         (
@@ -553,8 +559,14 @@ def test_layer_attention_weights_sum_to_one(group: str | Group) -> None:
             lambda: RestrictGroup("p4m", group="p4"),
             "group 'p4m' is not a subgroup of 'p4': ((1, 0), (0, -1)) is no element of it",
         ),
-        (lambda: AffineSelfConv2d(4, 8, 0), "kernel_size: expected an odd integer ≥ 1; got 0"),
-        (lambda: AffineSelfConv2d(4, 8, -3), "kernel_size: expected an odd integer ≥ 1; got -3"),
+        (
+            lambda: AffineSelfConv2d(4, 8, 0),
+            "kernel_size: expected an odd integer ≥ 1, or two, (rows, columns); got 0",
+        ),
+        (
+            lambda: AffineSelfConv2d(4, 8, -3),
+            "kernel_size: expected an odd integer ≥ 1, or two, (rows, columns); got -3",
+        ),
         (lambda: AffineSelfConv2d(4.0, 8), "in_channels=4.0"),  # type: ignore[arg-type]
         (lambda: AffineSelfConv2d(4, 8, num_heads=0), "num_heads=0 does not divide 8 key channels"),
         (lambda: AffineSelfConv2d(4, 8, key_channels=0), "out_channels=8, key_channels=0, stride=1"),

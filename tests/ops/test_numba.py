@@ -55,11 +55,11 @@ def test_strips_of_rows_make_no_difference(
 
     def gradients(tasks: int) -> dict[str, Tensor]:
         monkeypatch.setattr(numba_cpu, "TASKS", tasks)
-        numba_cpu.make_plan.cache_clear()
+        numba_cpu.make_tiling.cache_clear()
         return case.gradients(backend="numba")
 
     assert_close(gradients(tasks), gradients(1), 1e-12)
-    numba_cpu.make_plan.cache_clear()
+    numba_cpu.make_tiling.cache_clear()
 
 
 @pytest.mark.parametrize("scale", [1.0, -1.0])
@@ -310,9 +310,9 @@ def operands(group: str = "z2") -> tuple[list[Tensor], Tensor, Tensor]:
 @pytest.mark.parametrize("group", ["z2", "p4"])
 def test_opcheck(group: str) -> None:
     features, table_k, table_v = operands(group)
-    torch.library.opcheck(numba_cpu.numba_forward, (features, table_k, table_v, 0.5))
+    torch.library.opcheck(numba_cpu.numba_forward, (features, table_k, table_v, 0.5, [1, 1], False))
     packed = torch.cat([f.detach() for f in features], 1).requires_grad_()
-    torch.library.opcheck(numba_cpu.numba_forward, ([packed], table_k, table_v, 0.5))
+    torch.library.opcheck(numba_cpu.numba_forward, ([packed], table_k, table_v, 0.5, [2, 1], True))
 
 
 def test_no_gradient_for_what_needs_none() -> None:

@@ -132,17 +132,15 @@ def test_eq24_beta_summed_over_the_group_is_a_function_on_the_plane(group: Group
         torch.testing.assert_close(summed, planar)
 
 
+FOUR_TURNS = [4321.5, 1432.5, 2143.5, 3214.5]  # Σ_R f(R) ψ(P⁻¹R) + ½ for f = 1, 2, 3, 4, ψ = 1, 10, 100, 1000
+
+
 def test_eq13_eq14_simple_group_asc_of_one_position() -> None:
     """On a 1×1 map with k=1 there is one neighbour, α = 1, and out(P) = Σ_R f(R) ψ(P⁻¹R) + β."""
     f, psi = tensor(1, 2, 3, 4).reshape(1, 4, 1, 1), tensor(1, 10, 100, 1000).reshape(1, 4, 1, 1)
     beta = tensor(0.5).reshape(1, 1, 1)
     assert ref.simple_group_score(f, psi, beta, P4, 0, (0, 0), 1, 1.0)[0, 0].tolist() == [1]
-    assert ref.simple_group_asc(f, psi, beta, P4, 1, 1.0).flatten().tolist() == [
-        4321.5,
-        1432.5,
-        2143.5,
-        3214.5,
-    ]
+    assert ref.simple_group_asc(f, psi, beta, P4, 1, 1.0).flatten().tolist() == FOUR_TURNS
 
 
 def test_eq13_scores_compare_the_sums_over_the_group() -> None:
@@ -166,12 +164,7 @@ def test_eq15_eq16_squeeze_and_excite() -> None:
 
 def test_eq17_group_linear_map() -> None:
     f, w = tensor(1, 2, 3, 4).reshape(1, 4, 1, 1), tensor(1, 10, 100, 1000).reshape(1, 1, 4)
-    assert ref.group_linear_map(f, w, tensor([0.5]), P4).flatten().tolist() == [
-        4321.5,
-        1432.5,
-        2143.5,
-        3214.5,
-    ]
+    assert ref.group_linear_map(f, w, tensor([0.5]), P4).flatten().tolist() == FOUR_TURNS
 
 
 def test_eq18_group_query() -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ import torch
 from helpers.cases import FILTERS, Case, Layout, channels_last, contiguous, cropped, part_of_a_projection
 from torch import Tensor
 
-from selfconv.ops import affine_self_conv, explain, triton_gpu
+from selfconv.ops import _triton_kernels, affine_self_conv, explain
+from selfconv.ops import triton_gpu as _registers_the_operators  # noqa: F401
 from selfconv.ops._call import check_call
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,7 +39,10 @@ def unwritten_memory_is_nan() -> Iterator[None]:
 def check(case: Case, against: str = "reference") -> None:
     """Every number by itself, not only those that are large."""
     actual, expected = case.gradients(backend="triton"), case.expected(against)
-    assert actual["out"].stride() == torch.empty_like(case.tensors()["v"]).stride()  # type: ignore[arg-type]
+    if case.lifting:
+        assert actual["out"].is_contiguous()
+    else:
+        assert actual["out"].stride() == torch.empty_like(case.tensors()["v"]).stride()  # type: ignore[arg-type]
     assert actual.keys() == expected.keys()
     for name, t in actual.items():
         assert t.dtype == case.dtypes[name in FILTERS], name
@@ -77,6 +82,9 @@ def call(
         call("p4", 1, dtypes=(FLOAT16, FLOAT32), layout=channels_last),  # as under autocast
         call("p4", 3, dtypes=(FLOAT64, FLOAT64), layout=part_of_a_projection),
         call("p4m", 3, batch=1, size=(2, 3), dtypes=(FLOAT64, FLOAT64)),
+        replace(call("z2", size=(3, 2)), kernel_size=(3, 1), dilation=(2, 1), padding_mode="circular"),
+        replace(call("z2", size=(3, 4)), kernel_size=(1, 3), dilation=2, padding_mode="exclude"),
+        replace(call("p4", batch=1, size=(2, 2)), padding_mode="exclude", lifting=True),
     ],
     ids=str,
 )
@@ -97,12 +105,13 @@ def test_operators() -> None:
         *checked.steered(checked.psi_v, checked.beta_v),
     )
     arguments = (checked.query, checked.key, checked.value, *filters)
+    window = [1, 1, 1, 1, 0, 0]
     leaves = [None if t is None else t.clone().requires_grad_() for t in arguments]
-    torch.library.opcheck(torch.ops.selfconv.triton_forward.default, (*leaves, 1, 1, checked.scale))
-    out, lse = torch.ops.selfconv.triton_forward(*arguments, 1, 1, checked.scale)
+    torch.library.opcheck(torch.ops.selfconv.triton_forward.default, (*leaves, window, 1, checked.scale))
+    out, lse = torch.ops.selfconv.triton_forward(*arguments, window, 1, checked.scale)
     torch.library.opcheck(
         torch.ops.selfconv.triton_backward.default,
-        (torch.ones_like(out), lse, *arguments, 1, 1, checked.scale),
+        (torch.ones_like(out), lse, *arguments, window, 1, checked.scale),
     )
 
 
@@ -153,6 +162,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from selfconv.ops import _call, triton_gpu
+from selfconv.ops import _triton_kernels as kernels
 
 class Driver:
     get_current_target = staticmethod(lambda: GPUTarget("cuda", 80, 32))
@@ -161,7 +171,7 @@ class Driver:
 
 class Compile:
     def __init__(self, name):
-        self.name, self.kernel = name, getattr(triton_gpu, name).fn
+        self.name, self.kernel = name, getattr(kernels, name).fn
     def __getitem__(self, grid):
         return self
     def __call__(self, *args, **sizes):
@@ -170,19 +180,21 @@ class Compile:
         print(self.name)
 
 driver.set_active(Driver())
-for name in ("_forward", "_backward_query", "_backward_key_value", "_backward_filters"):
-    setattr(triton_gpu, name, Compile(name))
+for name in ("forward", "backward_query", "backward_key_value", "backward_filters"):
+    setattr(kernels, name, Compile(name))
 
-def train(dtype, group, f_shape, psi_shape):
+def train(dtype, group, f_shape, psi_shape, **window):
     f = torch.zeros(f_shape, dtype=dtype, requires_grad=True)
     psi = torch.zeros(psi_shape, dtype=dtype, requires_grad=True)
     call = _call.check_call(
         f, f, f, psi, None, None, psi.sum(1) if psi.dim() == 4 else psi,
-        kernel_size=None, num_heads=1, scale=None, group=group,
+        kernel_size=None, num_heads=1, scale=None, group=group, **window,
     )
     triton_gpu.run(call).sum().backward()
 
 train(torch.bfloat16, "p4", (2, 3, 4, 5, 6), (3, 4, 5, 5))
+train(torch.float32, "z2", (2, 1, 5, 6), (1, 1, 3), dilation=2, padding_mode="circular")
+train(torch.float32, "z2", (2, 1, 5, 6), (1, 3, 3), padding_mode="exclude")
 train(torch.float64, "z2", (1, 1, 1, 1), (1, 1, 1))  # Triton makes a constant of an argument that is 1
 """
 
@@ -198,17 +210,17 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    kernels = ["_forward", "_backward_query", "_backward_key_value", "_backward_filters"]
-    assert done.stdout.split() == 2 * kernels
+    kernels = ["forward", "backward_query", "backward_key_value", "backward_filters"]
+    assert done.stdout.split() == 4 * kernels
 
 
 @pytest.mark.parametrize(
     ("depths", "blocks"), [((1, 2), [16, 32, 64, 128, 256]), ((3, 64), [16, 32]), ((1, 512), [16])]
 )
-def test_blocks_to_choose_from_fit(depths: tuple[int, int], blocks: list[int]) -> None:
-    configs = [triton_gpu.triton.Config({"BLOCK": block}) for block in (16, 32, 64, 128, 256)]
+def test_block_sizes_fit_the_hardware_limits(depths: tuple[int, int], blocks: list[int]) -> None:
+    configs = [_triton_kernels.triton.Config({"BLOCK": block}) for block in (16, 32, 64, 128, 256)]
     sizes = {"D_K": depths[0], "D_V": depths[1], "R": 1}
-    assert [c.kwargs["BLOCK"] for c in triton_gpu._blocks_that_fit(configs, {}, **sizes)] == blocks
+    assert [c.kwargs["BLOCK"] for c in _triton_kernels.blocks_that_fit(configs, {}, **sizes)] == blocks
 
 
 # ---- when it runs ----
@@ -220,12 +232,18 @@ def test_refuses_what_it_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None
         affine_self_conv(x, x, x, dense, None, psi, None, num_heads=1, backend="triton")
     with pytest.raises(ValueError, match=r"or float64 alone; got torch\.float32, torch\.float64"):
         affine_self_conv(x, x, x, psi.double(), None, psi, None, num_heads=1, backend="triton")
+    twelve = torch.randn(1, 2, 12, 3, 3)
+    with pytest.raises(ValueError, match=r"it serves 1, 2, 4, 8, … planes of a group; got 12"):
+        affine_self_conv(
+            twelve, twelve, twelve, None, None, None, None, num_heads=1, kernel_size=3, group="c12",
+            backend="triton",
+        )  # fmt: skip
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match="it runs on GPUs; the tensors are on cpu"):
         affine_self_conv(x, x, x, psi, None, psi, None, num_heads=1, backend="triton")
 
 
-def test_is_never_chosen_to_be_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreted_triton_is_never_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     x, psi = torch.randn(1, 2, 3, 3), torch.randn(2, 3, 3)
     lines = explain(x, x, x, psi, None, psi, None, num_heads=1).splitlines()

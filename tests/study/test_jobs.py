@@ -97,7 +97,7 @@ def check_same(plan: Plan, out: Path, alone: Path) -> None:
         assert same_weights(out / trial.folder, alone / trial.folder)
 
 
-def test_the_same_bits_as_one_after_another(
+def test_concurrent_runs_are_bitwise_equal_to_sequential_runs(
     plan: Plan, alone: Path, places: dict[str, list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at_once: list[int] = []
@@ -111,7 +111,7 @@ def test_the_same_bits_as_one_after_another(
     assert [worker._process.returncode for worker in workers] == [0, 0, 0]
 
 
-def test_stopped_and_continued(
+def test_sigterm_and_resume(
     plan: Plan, alone: Path, places: dict[str, list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After SIGTERM both runs are saved. One then finds a damaged checkpoint, and its warning is heard."""
@@ -125,7 +125,7 @@ def test_stopped_and_continued(
 
     with monkeypatch.context() as patched:
         on_step(patched, interrupt)
-        with pytest.raises(Interrupted, match="of 3 runs are done; go on with: again") as stopped:
+        with pytest.raises(Interrupted, match="of 3 runs are done; continue with: again") as stopped:
             reproduce(plan, tmp_path, ProcessEngine(2), command="again")
     assert stopped.value.code == 128 + signal.SIGTERM
     assert all(worker._process.returncode is not None for taken in places.values() for worker in taken)
@@ -135,12 +135,12 @@ def test_stopped_and_continued(
         state = checkpoints.read(saved[folder][-1], Run.open(folder).digest).state
         assert (6 * state["epoch"] + state["step"]) / (6 * EPOCHS) >= came[trial.folder]  # nothing is lost
     (begun[0] / "checkpoints" / "999999-00000000.safetensors").write_bytes(b"damaged")
-    with pytest.warns(UserWarning, match="cannot be read .*going back to the one before"):
+    with pytest.warns(UserWarning, match="cannot be read .*using the one before"):
         reproduce(plan, tmp_path, ProcessEngine(2), command="again")
     check_same(plan, tmp_path, alone)
 
 
-def test_processes_that_are_killed(
+def test_killed_workers(
     plan: Plan, alone: Path, places: dict[str, list[Any]], tmp_path: Path, monkeypatch: Any, capfd: Any
 ) -> None:
     """Once: the run goes on from its checkpoint. Twice: it has failed, as has one that diverges."""
@@ -160,13 +160,13 @@ def test_processes_that_are_killed(
         on_step(patched, kill)
         with pytest.raises(PlanFailed) as failed:
             reproduce(more, tmp_path, ProcessEngine(2), command="again")
-    reason = "its process was killed (SIGKILL, as for want of memory)"
+    reason = "its process was killed (SIGKILL, possibly out of memory)"
     for text in ("2 of 4 runs failed: ", f"{twice.folder}: {reason}", f"{wild.folder}: the loss is nan"):
         assert text in str(failed.value)
     assert json.loads((tmp_path / twice.folder / "failed.json").read_text()) == {"error": reason}
     printed = capfd.readouterr()
-    assert printed.out.count(f"{once}: {reason}; goes on from its last checkpoint") == 1
-    assert printed.out.count(f"{twice}: {reason}; goes on from its last checkpoint") == 1
+    assert printed.out.count(f"{once}: {reason}; continues from its last checkpoint") == 1
+    assert printed.out.count(f"{twice}: {reason}; continues from its last checkpoint") == 1
     assert printed.err == ""
     assert [len(places[trial.folder]) for trial in more.trials] == [2, 2, 1, 1]
     killed = next(index for index, share in enumerate(shares) if share > 0.3)
@@ -202,7 +202,7 @@ def last_saved(folder: Path) -> str:
     return max((path.name for path in (folder / "checkpoints").glob("*.safetensors")), default="")
 
 
-def test_signals_to_the_command_and_a_second_one(plan: Plan, tmp_path: Path, capfd: Any) -> None:
+def test_ctrl_c_and_killed_parent(plan: Plan, tmp_path: Path, capfd: Any) -> None:
     """Ctrl-C reaches parent and children alike; SIGKILL the parent alone. All save, and no process stays."""
     out = tmp_path / "out"
     data = plan.trials[0].config.data.source
@@ -234,7 +234,7 @@ def test_signals_to_the_command_and_a_second_one(plan: Plan, tmp_path: Path, cap
     os.killpg(process.pid, signal.SIGINT)
     printed, error = process.communicate(timeout=120)
     assert process.returncode == 130, printed + error
-    assert error.startswith("selfconv: stopped and saved; 0 of 2 runs are done; go on with: selfconv ")
+    assert error.startswith("selfconv: stopped and saved; 0 of 2 runs are done; continue with: selfconv ")
     assert error.endswith(" --jobs 2\n")
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
 
@@ -251,7 +251,7 @@ def test_signals_to_the_command_and_a_second_one(plan: Plan, tmp_path: Path, cap
             assert checkpoints.load_last(folder / "checkpoints", Run.open(folder).digest) is not None
 
 
-def test_the_default_is_a_run_for_each_core(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(16))
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(process_engine, "machine_memory", lambda: 17e9)

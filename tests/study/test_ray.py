@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_runs import same_weights, tiny_config, tiny_data
+from helpers.tiny_runs import same_weights, tiny_config
 from rich.console import Console
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -44,11 +44,6 @@ def cluster() -> Iterator[Cluster]:
 
 def add_node(cluster: Cluster) -> Any:
     return cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +88,7 @@ def starts(out: Path, trial: Trial) -> int:
     return len(list((out / trial.folder).glob("events.out.tfevents.*")))
 
 
-def test_a_node_dies_and_the_table_is_the_local_one(
+def test_killed_node_gives_the_same_results(
     cluster: Cluster, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert torch.get_num_threads() == 1  # as many as a trial's cpus: then the bits are the same, too
@@ -126,7 +121,7 @@ def test_a_node_dies_and_the_table_is_the_local_one(
     assert stream.getvalue().count("1/1") == 2
 
 
-def test_interrupted_runs_are_saved_and_go_on(cluster: Cluster, data: Path, tmp_path: Path) -> None:
+def test_interrupted_runs_are_saved_and_continue(cluster: Cluster, data: Path, tmp_path: Path) -> None:
     """There is room for one trial at a time: the others have not begun when the signal comes. One fails."""
     made = plan(data, epochs=25)
     wild = Trial(tiny_config(data, "p4resnet29", lr=1e30), "wild", "tiny")
@@ -138,7 +133,7 @@ def test_interrupted_runs_are_saved_and_go_on(cluster: Cluster, data: Path, tmp_
 
     presser = threading.Thread(target=press)
     presser.start()
-    with pytest.raises(Interrupted, match="0 of 3 runs are done; go on with: again"):
+    with pytest.raises(Interrupted, match="0 of 3 runs are done; continue with: again"):
         reproduce(made, tmp_path, RayEngine(), command="again")
     presser.join()
     first, second = (tmp_path / trial.folder for trial in made.trials[:2])
@@ -152,7 +147,7 @@ def test_interrupted_runs_are_saved_and_go_on(cluster: Cluster, data: Path, tmp_
     assert (tmp_path / wild.folder / "failed.json").is_file()
 
 
-def test_an_address_that_nobody_answers(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_ray_address(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **options: object) -> None:
         raise ConnectionError("no Ray there")
 

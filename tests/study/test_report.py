@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from helpers import ROOT
 from helpers.made_runs import MACHINE, make_plan, make_run
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,8 +24,9 @@ from selfconv.models import count_parameters, create_model, paper_label
 from selfconv.study import paper, write_report
 from selfconv.study.claims import Outcome, Verdict, signed
 from selfconv.study.report.read import read
-from selfconv.study.report.summary import Group, Study, advice, summarise
+from selfconv.study.report.summary import ResultTable, Study, advice, summarise
 from selfconv.study.samples import Sample, difference, t_quantile
+from selfconv.train import RunConfig
 
 # 4 runs on either side of 92.18, 0.318040 away: a sample deviation of 0.34
 EIGHT = [0.9218 + sign * 0.0034 * math.sqrt(7 / 8) for sign in (1, -1) * 4]
@@ -41,10 +43,10 @@ def studies(*folders: Path) -> list[Study]:
     return summarise(read(folders))
 
 
-def only_group(*folders: Path) -> Group:
+def only_table(*folders: Path) -> ResultTable:
     [study] = studies(*folders)
-    [group] = study.groups
-    return group
+    [table] = study.tables
+    return table
 
 
 def make_runs(folder: Path, model: str, accuracies: list[float], **options: object) -> None:
@@ -80,7 +82,7 @@ def test_quantiles_fall_with_the_degrees(probability: float, degrees: float, mor
     assert t_quantile(probability, degrees + more) <= t_quantile(probability, degrees)
 
 
-def test_quantiles_of_nonsense() -> None:
+def test_quantiles_of_invalid_arguments() -> None:
     with pytest.raises(ValueError, match=r"got 1.5, 3"):
         t_quantile(1.5, 3)
 
@@ -239,14 +241,14 @@ def test_the_papers_own_numbers() -> None:
 def test_a_row_beside_the_papers(tmp_path: Path) -> None:
     """92.18 ± 0.34 and 91.18 ± 0.34, both of 8: 1 ± t(14) · 0.34 · √(2/8) = 1 ± 0.364614."""
     make_runs(tmp_path, "resnet29", EIGHT)
-    group = only_group(tmp_path)
-    row = group.rows[0]
+    table = only_table(tmp_path)
+    row = table.rows[0]
     check_sample(row.accuracy, 92.18, 0.34, 8)
     change = row.difference
     assert change is not None
     assert (change.value, change.low, change.high) == pytest.approx((1, 0.635386, 1.364614), abs=1e-6)
-    assert [r.model for r in group.rows] == list(paper.TABLES["cifar10"].rows)  # those without runs too
-    assert [len(r.trials) for r in group.rows] == [8, *[0] * 8]
+    assert [r.model for r in table.rows] == list(paper.TABLES["cifar10"].rows)  # those without runs too
+    assert [len(r.trials) for r in table.rows] == [8, *[0] * 8]
     [line] = [line for line in report(tmp_path).md.splitlines() if line.startswith("| ResNet29 |")]
     assert line == (
         "| ResNet29 | 92.18 ± 0.34 | 8 | 313,114 | 250 | 91.18 ± 0.34 | 8 | 313k | +1.00 | +0.64 to +1.36 |"
@@ -274,7 +276,7 @@ def test_one_run_has_no_interval(tmp_path: Path) -> None:
 def test_too_few_runs_are_called_too_few(tmp_path: Path) -> None:
     for model in paper.TABLES["cifar10"].rows:
         make_runs(tmp_path, model, [0.9, 0.91])
-    verdicts = {j.claim.sentence.split()[0]: j.ours.verdict for j in only_group(tmp_path).judged}
+    verdicts = {j.claim.sentence.split()[0]: j.ours.verdict for j in only_table(tmp_path).judged}
     assert verdicts.pop("Every") is Verdict.FAILS  # parameters are counted, and all are the same here
     assert {*verdicts.values()} == {Verdict.FEW, Verdict.FAILS}
     assert verdicts["Additive"] is Verdict.FEW
@@ -283,7 +285,7 @@ def test_too_few_runs_are_called_too_few(tmp_path: Path) -> None:
 def test_verdicts_from_records(tmp_path: Path) -> None:
     make_runs(tmp_path, "resnet29", [0.90, 0.91, 0.92])
     make_runs(tmp_path, "resnet29_sasa", [0.80, 0.81, 0.82], parameters=235_162)
-    [judged] = [j for j in only_group(tmp_path).judged if j.claim.sentence.startswith("Additive")]
+    [judged] = [j for j in only_table(tmp_path).judged if j.claim.sentence.startswith("Additive")]
     assert judged.ours.verdict is judged.papers.verdict is Verdict.HOLDS
     assert judged.ours.evidence == (  # t(4) · √(1/3 + 1/3) = 2.776445 · 0.816497
         "ResNet29 91.00 ± 1.00 (n = 3), ResNet29+SASA 81.00 ± 1.00 (n = 3): "
@@ -294,27 +296,27 @@ def test_verdicts_from_records(tmp_path: Path) -> None:
 def test_other_networks_are_not_the_papers(tmp_path: Path) -> None:
     make_run(tmp_path / "a", "resnet29_asc", options={"kernel_size": 5})  # as the model is named
     make_run(tmp_path / "b", "resnet29_asc", options={"kernel_size": 7})
-    group = only_group(tmp_path)
-    assert [(row.label, row.table) for row in group.rows] == [
+    table = only_table(tmp_path)
+    assert [(row.label, row.paper_table) for row in table.rows] == [
         ("ResNet29+ASC (kernel_size 5)", "cifar10"),
         ("ResNet29+ASC (kernel_size 7)", None),
     ]
-    assert group.table is None
-    assert group.judged == ()
+    assert table.paper_table is None
+    assert table.judged == ()
 
 
-def test_other_recipes_are_other_groups(tmp_path: Path) -> None:
+def test_other_recipes_have_their_own_table(tmp_path: Path) -> None:
     for seed, epochs in enumerate((100, 100, 1)):
         make_run(tmp_path / str(seed), seed=seed, recipe={"epochs": epochs})
     [study] = studies(tmp_path)
-    assert [(g.title, len(g.trials)) for g in study.groups] == [("CIFAR-10", 2), ("CIFAR-10, epochs 1", 1)]
+    assert [(g.title, len(g.trials)) for g in study.tables] == [("CIFAR-10", 2), ("CIFAR-10, epochs 1", 1)]
 
 
-def test_other_data_of_the_same_name_are_another_group(tmp_path: Path) -> None:
+def test_other_data_of_the_same_name_have_their_own_table(tmp_path: Path) -> None:
     for seed, digest in enumerate(("a" * 64, "a" * 64, "b" * 64)):
         make_run(tmp_path / str(seed), seed=seed, data="photos", digest=digest)
     [study] = studies(tmp_path)
-    assert [(g.title, len(g.trials)) for g in study.groups] == [
+    assert [(g.title, len(g.trials)) for g in study.tables] == [
         ("photos, data aaaaaaaa", 2),
         ("photos, data bbbbbbbb", 1),
     ]
@@ -344,11 +346,11 @@ def test_turned_images_and_equivariance(tmp_path: Path) -> None:
     for seed, turned in enumerate((0.5, 0.6, 0.7)):
         turns, error = [turned, turned + 0.1, turned - 0.1], 10.0**-seed
         make_run(tmp_path / str(seed), seed=seed, data="digits", turned=turns, equivariance_error=error)
-    [row] = only_group(tmp_path).rows
+    [row] = only_table(tmp_path).rows
     check_sample(row.turned, 60, 10, 3)
     assert row.equivariance_error == 1
     make_run(tmp_path / "more", seed=9, data="digits")  # nobody has turned its images
-    [row] = only_group(tmp_path).rows
+    [row] = only_table(tmp_path).rows
     assert row.turned is not None
     assert (row.turned.n, len(row.trials)) == (3, 4)
 
@@ -358,13 +360,13 @@ def test_every_angle(tmp_path: Path) -> None:
     for model, accuracy, turned in (("resnet29", 0.9, 0.1), ("p4resnet29_asc", 0.8, 0.8)):
         folder = tmp_path / "runs" / model
         make_run(folder, model=model, data="digits", accuracy=accuracy, turned=[turned] * 3)
-    group = only_group(tmp_path / "runs")
-    planar = group.rows[0]
+    table = only_table(tmp_path / "runs")
+    planar = table.rows[0]
     assert planar.at_angles[45].mean == pytest.approx(90)
     assert planar.at_angles[90].mean == pytest.approx(10)
     assert planar.every_angle is not None
     assert planar.every_angle.mean == pytest.approx((20 * 90 + 4 * 10) / 24)
-    sentence = advice(group)
+    sentence = advice(table)
     assert sentence is not None
     assert sentence.startswith("For images at any angle: p4ResNet29+ASC, 80.0% on average")
     assert "For upright images: ResNet29, 90.0%" in sentence
@@ -375,13 +377,13 @@ def test_every_angle(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "figures" / "rotation-digits.svg").is_file()
 
 
-def test_of_equals_the_smaller_network_is_named(tmp_path: Path) -> None:
+def test_advice_prefers_the_smaller_of_equal_networks(tmp_path: Path) -> None:
     """100 images tell accuracies of 80% apart by 4 points, not by 1."""
     for model, accuracy, parameters in (("resnet29", 0.81, 313_114), ("resnet29_asc", 0.8, 267_754)):
         turned = [accuracy] * 3
         folder = tmp_path / model
         make_run(folder, model=model, data="digits", accuracy=accuracy, turned=turned, parameters=parameters)
-    sentence = advice(only_group(tmp_path))
+    sentence = advice(only_table(tmp_path))
     assert sentence is not None
     assert "ResNet29+ASC, 80.0% on average" in sentence
     assert "best for upright images too" in sentence
@@ -395,7 +397,7 @@ def plan_of(folder: Path, models: dict[str, float], data: str = "digits", **fiel
     for model, accuracy in models.items():
         make_runs(folder, model, [accuracy - 0.01, accuracy, accuracy + 0.01], data=data)
         trials += [
-            {"folder": f"{model}/seed-{seed}", "model": model, "label": f"Small {model}", "group": data}
+            {"folder": f"{model}/seed-{seed}", "model": model, "label": f"Small {model}", "table": data}
             for seed in range(3)
         ]
     return make_plan(folder, trials, data=data, **fields)
@@ -406,9 +408,9 @@ def test_a_plan_names_and_orders_its_rows(tmp_path: Path) -> None:
     folder = plan_of(tmp_path, models, title="Digits", reduced=["3 seeds instead of 8", "1 epoch"])
     [study] = studies(folder)
     assert (study.title, study.reduced) == ("Digits", ("3 seeds instead of 8", "1 epoch"))
-    [group] = study.groups
-    assert [row.label for row in group.rows] == ["Small resnet29_sasa", "Small resnet29"]
-    [judged] = group.judged  # of the paper's claims for CIFAR-10 the one that needs no other model
+    [table] = study.tables
+    assert [row.label for row in table.rows] == ["Small resnet29_sasa", "Small resnet29"]
+    [judged] = table.judged  # of the paper's claims for CIFAR-10 the one that needs no other model
     assert judged.claim.sentence.startswith("Additive")
     assert judged.ours.verdict is Verdict.HOLDS
     assert judged.ours.evidence[0].startswith(
@@ -416,17 +418,17 @@ def test_a_plan_names_and_orders_its_rows(tmp_path: Path) -> None:
     )
 
 
-def test_groups_of_an_ablation(tmp_path: Path) -> None:
+def test_tables_of_an_ablation(tmp_path: Path) -> None:
     folder, trials = tmp_path / "plan", []
     for group, heads in (("Window", None), ("Heads", 4)):
         for size in (3, 5, 7):
             name = f"{group}-{size}"
             make_run(folder / name, "resnet29_asc", options={"kernel_size": size, "num_heads": heads})
             trials.append(
-                {"folder": name, "model": "resnet29_asc", "label": f"{size}×{size}", "group": group}
+                {"folder": name, "model": "resnet29_asc", "label": f"{size}×{size}", "table": group}
             )
     [study] = studies(make_plan(folder, trials))
-    assert [(g.title, [row.label for row in g.rows]) for g in study.groups] == [
+    assert [(g.title, [row.label for row in g.rows]) for g in study.tables] == [
         ("Window", ["3×3", "5×5", "7×7"]),
         ("Heads", ["3×3", "5×5", "7×7"]),
     ]
@@ -443,7 +445,7 @@ def test_two_plans_and_the_tables_they_share(tmp_path: Path) -> None:
         plan_of(tmp_path / data, models, data=data, plan=data, title=data)
     ten, hundred = studies(tmp_path)
     assert (ten.title, hundred.title) == ("cifar10", "cifar100")
-    [judged] = [j for j in hundred.groups[0].judged if j.claim.sentence.startswith("The gains")]
+    [judged] = [j for j in hundred.tables[0].judged if j.claim.sentence.startswith("The gains")]
     assert judged.ours.verdict is Verdict.HOLDS
 
 
@@ -469,7 +471,7 @@ def broken_folders(root: Path) -> dict[str, str]:
     make_run(root / "curve", seed=9)
     (root / "curve" / "metrics.jsonl").write_text('{"epoch": 1}\n')
     make_run(root / "zcopy")
-    make_plan(root / "plan", [{"folder": "later/seed-0", "model": "resnet29", "label": "", "group": ""}])
+    make_plan(root / "plan", [{"folder": "later/seed-0", "model": "resnet29", "label": "", "table": ""}])
     (root / "badplan").mkdir()
     (root / "badplan" / "plan.json").write_text('{"plan": 3}')
     return {
@@ -477,7 +479,7 @@ def broken_folders(root: Path) -> dict[str, str]:
         "failed": "not finished: 2 of 100 epochs; failed: no space in …/run; stop",
         "cut": "record.json: expected JSON; got something else",
         "list": "record.json: expected an object; got []",
-        "nan": "record.json: expected JSON; got something else (NaN is no number)",
+        "nan": "record.json: expected JSON; got something else (NaN is not a finite number)",
         "above": "record.json: test_accuracy: expected a number, 0 to 1; got 1.5",
         "nothing": "record.json: expected model, parameters, ",
         "options": "record.json: model: unknown option 'colour'",
@@ -488,7 +490,7 @@ def broken_folders(root: Path) -> dict[str, str]:
     }
 
 
-def test_broken_folders_are_told_and_stop_nothing(tmp_path: Path) -> None:
+def test_broken_folders_are_listed(tmp_path: Path) -> None:
     expected = broken_folders(tmp_path / "root")
     found = read([tmp_path / "root"])
     assert [trial.name for trial in found.trials] == ["root/ok"]
@@ -503,9 +505,7 @@ def test_broken_folders_are_told_and_stop_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["nothing", "unfinished", "missing", "no argument"])
-def test_nothing_to_report_on_is_a_line(
-    content: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_no_finished_runs(content: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "runs"
     if content == "unfinished":
         make_run(folder / "a")
@@ -593,7 +593,7 @@ def test_hostile_names_are_only_text(tmp_path: Path) -> None:
         make_run(
             root / f"a{seed}", HOSTILE, seed=seed, data=HOSTILE, commit=HOSTILE, versions={HOSTILE: HOSTILE}
         )
-        trials.append({"folder": f"a{seed}", "model": HOSTILE, "label": HOSTILE, "group": group})
+        trials.append({"folder": f"a{seed}", "model": HOSTILE, "label": HOSTILE, "table": group})
     make_run(root / "<img src=x onerror=alert(1)>", HOSTILE, config=HOSTILE)
     make_run(root / "bare", HOSTILE, seed=3, data=HOSTILE, machine={**MACHINE, "cpu": HOSTILE})
     make_plan(root, trials, plan=HOSTILE, title=HOSTILE, data=HOSTILE, reduced=[HOSTILE])
@@ -651,7 +651,7 @@ def test_labels_do_not_overlap(table: str, size: tuple[float, float], tmp_path: 
 
     for model, row in paper.TABLES[table].rows.items():
         make_run(tmp_path / model, model, row.accuracy.mean / 100, data=table, parameters=row.parameters)
-    rows = only_group(tmp_path).rows
+    rows = only_table(tmp_path).rows
     points = [(row, paper.TABLES[table].rows[row.model]) for row in rows]
     with _figures._style():
         figure = Figure(figsize=size, layout="constrained")
@@ -667,3 +667,19 @@ def test_labels_do_not_overlap(table: str, size: tuple[float, float], tmp_path: 
     for i, box in enumerate(boxes):
         assert not any(box.overlaps(other) for other in boxes[:i])
         assert not any(box.contains(*centre) for centre in centres)
+
+
+def test_files_of_earlier_versions() -> None:
+    """Every record and plan in ``results``: some call the hardware "engine", and a table "group"."""
+    files = sorted((ROOT / "results").rglob("plan.json")) + sorted((ROOT / "results").rglob("record.json"))
+    assert any('"engine"' in file.read_text() for file in files)
+    assert any('"group"' in file.read_text() for file in files if file.name == "plan.json")
+    for folder in (path for path in (ROOT / "results").iterdir() if path.is_dir()):
+        assert read([folder]).trials
+
+
+def test_a_field_under_both_of_its_names() -> None:
+    content = RunConfig().to_json()
+    both = content | {"engine": content["hardware"]}
+    with pytest.raises(ValueError, match="unknown option 'engine'"):
+        RunConfig.from_json(both)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 from helpers.made_runs import make_run
-from helpers.tiny_runs import command, environment, run_cli, same_weights, tiny_config, tiny_data
+from helpers.tiny_runs import command, environment, run_cli, same_weights, tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -32,11 +32,6 @@ from selfconv.train import Interrupted, Record, Run, fast_recipe, paper_recipe, 
 from selfconv.train.runs import save_model
 
 SMALL = ["--epochs", "1", "--seeds", "1", "--models", "resnet29*asc"]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture
@@ -84,11 +79,14 @@ def test_every_plan_can_be_run(name: str) -> None:
     folders = [trial.folder for trial in plan.trials]
     assert len(set(folders)) == len(folders)
     assert len({trial.config.data for trial in plan.trials}) == 1
+    trained = set()  # a line that repeats the default of another would be the same run twice
     for trials in plan.lines.values():
         assert [trial.config.seed for trial in trials] == list(range(len(trials)))
         assert len({replace(trial.config, seed=0) for trial in trials}) == 1
-        model = trials[0].config.model
-        ResNetConfig.of(**MODELS[model.name] | {k: v for k, v in model.overrides().items() if v is not None})
+        model, recipe = trials[0].config.model, trials[0].config.recipe
+        overrides = {key: value for key, value in model.overrides().items() if value is not None}
+        trained.add((ResNetConfig.of(**MODELS[model.name] | overrides), recipe))
+    assert len(trained) == len(plan.lines)
     count = len(plan.lines)
     for start in range(0, len(plan.trials), count):  # a whole table before the next seed
         assert len({trial.line for trial in plan.trials[start : start + count]}) == count
@@ -225,7 +223,9 @@ def test_interrupted_and_continued_it_ends_with_the_same_bits(
 
     with monkeypatch.context() as patched:
         patched.setattr(Board, "step", interrupting)
-        with pytest.raises(Interrupted, match="1 of 2 runs are done; go on with: selfconv again") as stopped:
+        with pytest.raises(
+            Interrupted, match="1 of 2 runs are done; continue with: selfconv again"
+        ) as stopped:
             reproduce(plan, tmp_path / "a", InProcessEngine(), command="selfconv again")
     assert stopped.value.code == 128 + signal.SIGTERM
     halfway = Run.open(tmp_path / "a" / plan.trials[1].folder)
@@ -250,7 +250,7 @@ def test_a_signal_while_a_run_is_being_finished(
         os.kill(os.getpid(), signal.SIGTERM)
         return save_model(run, model, record)
 
-    monkeypatch.setattr("selfconv.train.trainer.save_model", saving)
+    monkeypatch.setattr("selfconv.train.runner.save_model", saving)
     with pytest.raises(Interrupted, match="0 of 2 runs are done") as stopped:
         reproduce(plan, tmp_path, InProcessEngine(), command="again")
     assert stopped.value.code == 128 + signal.SIGTERM
@@ -259,7 +259,7 @@ def test_a_signal_while_a_run_is_being_finished(
 
 
 @pytest.mark.usefixtures("no_report")
-def test_failures_stop_nothing_else(
+def test_failed_runs_do_not_stop_the_others(
     data: Path, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = tiny_plan(data, 2, epochs=1)
@@ -271,7 +271,7 @@ def test_failures_stop_nothing_else(
             raise MemoryError
         return train(config, *args, **options)
 
-    monkeypatch.setattr("selfconv.train.trainer.train", scarce)
+    monkeypatch.setattr("selfconv.train.runner.train", scarce)
     with pytest.raises(PlanFailed, match=r"2 of 4 runs failed: .*seed-0: the loss is nan.*; .*MemoryError"):
         reproduce(plan, tmp_path, InProcessEngine(), command="again")
     assert "failed: the loss is nan" in capfd.readouterr().out
@@ -327,8 +327,8 @@ def test_ctrl_c_in_the_command(data: Path, tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     printed, error = process.communicate(timeout=60)
     assert process.returncode == 130, printed + error
-    assert error.startswith("selfconv: stopped and saved; 0 of 1 runs are done; go on with: selfconv ")
-    told = error.strip().partition("go on with: selfconv ")[2].split()
+    assert error.startswith("selfconv: stopped and saved; 0 of 1 runs are done; continue with: selfconv ")
+    told = error.strip().partition("continue with: selfconv ")[2].split()
     assert not Run.open(folder).finished
     assert run_cli(*told) == 0
     assert Run.open(folder).record["epochs"] == 40
@@ -377,8 +377,8 @@ def test_bad_options(
 
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("")
-    flat, labels = np.zeros((20, 2, 2), np.uint8), np.arange(20) % 2
-    np.savez("flat.npz", x_train=flat, y_train=labels, x_test=flat, y_test=labels)
+    flat, labels = np.arange(80, dtype=np.uint8).reshape(20, 2, 2), np.arange(20) % 2
+    np.savez("flat.npz", x_train=flat, y_train=labels, x_test=255 - flat, y_test=labels)
     before = sorted(os.listdir())
     assert run_cli("reproduce", *args) == 2
     check_one_line(capfd, message)
@@ -463,7 +463,7 @@ def test_a_dry_run_downloads_nothing(tmp_path: Path, capfd: Any, monkeypatch: py
 
 
 @given(st.lists(st.floats(0.1, 10), max_size=12), st.integers(1, 5))
-def test_side_by_side_takes_no_longer_than_it_must(seconds: list[float], jobs: int) -> None:
+def test_estimate_for_concurrent_runs(seconds: list[float], jobs: int) -> None:
     together = side_by_side(seconds, jobs)
     assert together >= max([sum(seconds) / jobs, *seconds]) - 1e-9
     assert together <= sum(seconds) / jobs + max([0.0, *seconds]) + 1e-9
@@ -503,7 +503,7 @@ def test_a_terminal_shows_runs_in_progress(
         assert text in shown
 
 
-def test_elsewhere_long_runs_are_heard_of(
+def test_progress_lines_without_a_terminal(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     monkeypatch.setattr(_board, "QUIET", -1.0)

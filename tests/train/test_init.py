@@ -117,9 +117,7 @@ def test_a_shipped_name(tmp_path: Path, work: Path, capsys: pytest.CaptureFixtur
         ),
     ],
 )
-def test_what_cannot_be_started_from_is_a_line(
-    options: list[str], message: str, work: Path, tmp_path: Path
-) -> None:
+def test_bad_initial_models(options: list[str], message: str, work: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     found = selfconv("train", "--data", work / "tiny.npz", "--epochs", "1", "--out", out, *options)
     assert found.returncode == 2

@@ -11,16 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.tiny_runs import OPTIONS, command, environment, tiny_config, tiny_data
+from helpers.tiny_runs import OPTIONS, command, environment, tiny_config
 from safetensors.torch import load_file
 
 from selfconv.nn import GroupBatchNorm
 from selfconv.train import Hardware, Run, RunConfig, Trainer, make_accelerator, open_data, train
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_data(tmp_path_factory.mktemp("data"))
 
 
 def torchrun(port: int) -> list[str]:
@@ -66,7 +61,7 @@ def vector(tensors: dict[str, torch.Tensor], *, statistics: bool = True) -> torc
 def test_two_processes_do_what_one_does(data: Path, tmp_path: Path, free_port: int) -> None:
     """The same batches, batch norm over both shares. Rounding is measured by how far the weights moved."""
     config = tiny_config(data, "p4resnet29_asc", lr=0.01, ema=0.5, clip=1.0)
-    first = vector(Trainer(config, open_data(config), make_accelerator(config.engine)).network.state_dict())
+    first = vector(Trainer(config, open_data(config), make_accelerator(config.hardware)).network.state_dict())
     train(config, tmp_path / "one", quiet=True)
     printed = launch(torchrun(free_port), config, tmp_path / "two")
     assert printed.count("test accuracy") == 1
@@ -82,10 +77,10 @@ def test_without_synchronised_batch_norm_each_process_has_its_own(
 ) -> None:
     """Through accelerate's launcher. One process that takes each batch in two parts has these gradients."""
     config = replace(
-        tiny_config(data, lr=0.02, epochs=1), engine=Hardware(device="cpu", sync_batch_norm=False)
+        tiny_config(data, lr=0.02, epochs=1), hardware=Hardware(device="cpu", sync_batch_norm=False)
     )
     launch(accelerate_launch(free_port), config, tmp_path / "two")
-    train(replace(config, engine=Hardware(accumulate=2)), tmp_path / "parts", quiet=True)
+    train(replace(config, hardware=Hardware(accumulate=2)), tmp_path / "parts", quiet=True)
     train(config, tmp_path / "one", quiet=True)
     names = ("two", "parts", "one")
     two, parts, one = (vector(weights(tmp_path / name), statistics=False) for name in names)
@@ -93,7 +88,7 @@ def test_without_synchronised_batch_norm_each_process_has_its_own(
     assert (two - one).abs().max() > 1e-3  # the test can tell
 
 
-def test_a_failure_is_told_once(data: Path, tmp_path: Path, free_port: int) -> None:
+def test_failure_is_reported_once(data: Path, tmp_path: Path, free_port: int) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
     arguments = command("train", "--data", data, "--out", tmp_path, *OPTIONS)[2:]
     run = subprocess.run(

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.tiny_runs import OPTIONS, command, environment, same_weights, tiny_config, tiny_data
+from helpers.tiny_runs import OPTIONS, command, environment, same_weights, tiny_config
 from safetensors.torch import load_file
 
 from selfconv.train import (
@@ -35,11 +35,6 @@ from selfconv.train import (
 )
 from selfconv.train.checkpoints import random_states, set_random_states
 from selfconv.train.runs import lock_run
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_data(tmp_path_factory.mktemp("data"))
 
 
 def losses(run: Path) -> list[tuple[float, float]]:
@@ -84,7 +79,7 @@ def test_killed_runs_end_with_the_same_bits(data: Path, tmp_path: Path) -> None:
         assert losses(tmp_path / "whole") == losses(out)
 
 
-def test_sigterm_saves_and_tells_how_to_go_on(data: Path, tmp_path: Path) -> None:
+def test_sigterm_saves_and_prints_how_to_continue(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     process = start(data, out, "--epochs", "400")
     wait_for(lambda: (out / "metrics.jsonl").exists() and len(losses(out)) >= 1, process)
@@ -92,11 +87,11 @@ def test_sigterm_saves_and_tells_how_to_go_on(data: Path, tmp_path: Path) -> Non
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
     [line] = errors.splitlines()
-    assert line.startswith("selfconv: stopped and saved after epoch ")
-    assert line.endswith(f"go on with: selfconv train --out {out} --resume")
+    assert line.startswith("selfconv: stopped and saved in epoch ")
+    assert line.endswith(f"continue with: selfconv train --out {out} --resume")
     last = checkpoints.load_last(out / "checkpoints", Run.open(out).digest)
     assert last is not None
-    assert f"after epoch {last.state['epoch']}, step {last.state['step']};" in line
+    assert f"in epoch {last.state['epoch'] + 1}, after step {last.state['step']};" in line
 
 
 class StopAt:
@@ -139,7 +134,7 @@ def test_a_stop_at_any_step_changes_nothing(
 def test_a_run_killed_after_its_last_epoch_still_gets_its_record(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from selfconv.train import trainer
+    from selfconv.train import runner
 
     config = tiny_config(data)
     train(config, tmp_path / "whole", quiet=True)
@@ -147,7 +142,7 @@ def test_a_run_killed_after_its_last_epoch_still_gets_its_record(
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trainer, "save_model", killed)
+    monkeypatch.setattr(runner, "save_model", killed)
     with pytest.raises(KeyboardInterrupt):
         train(config, tmp_path / "run", quiet=True)
     assert not Run.open(tmp_path / "run").finished
@@ -164,7 +159,7 @@ def test_another_number_of_threads_is_warned_about(
         train(tiny_config(data), tmp_path / "run", quiet=True)
     monkeypatch.undo()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
-    with pytest.warns(UserWarning, match="began with 1 threads and goes on with 7"):
+    with pytest.warns(UserWarning, match="began with 1 threads and continues with 7"):
         train(tiny_config(data), tmp_path / "run", quiet=True, resume=True)
 
 
@@ -175,7 +170,7 @@ def small(epoch: int, value: float = 1.0) -> Checkpoint:
     return Checkpoint({"model/w": torch.full((4, 3), value)}, {"epoch": epoch, "step": 0}, "a run")
 
 
-def test_the_last_two_are_kept(tmp_path: Path) -> None:
+def test_last_two_checkpoints_are_kept(tmp_path: Path) -> None:
     for epoch in range(5):
         checkpoints.write(tmp_path, small(epoch))
     assert [p.name for p in checkpoints.listed(tmp_path)] == [
@@ -199,7 +194,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path, damag
         "header": content[:20] + b"}}}" + content[23:],
     }
     path.write_bytes(damaged[damage])
-    with pytest.warns(UserWarning, match="000002-00000000.safetensors: .*; going back to the one before"):
+    with pytest.warns(UserWarning, match="000002-00000000.safetensors: .*; using the one before"):
         found = checkpoints.load_last(tmp_path, "a run")
     assert found is not None
     assert found.state["epoch"] == 1
@@ -226,7 +221,7 @@ def test_a_run_with_a_damaged_checkpoint_ends_with_the_same_bits(
     monkeypatch.undo()
     last = checkpoints.listed(tmp_path / "run" / "checkpoints")[-1]
     last.write_bytes(last.read_bytes()[:5000])
-    with pytest.warns(UserWarning, match="going back to the one before"):
+    with pytest.warns(UserWarning, match="using the one before"):
         train(config, tmp_path / "run", quiet=True, resume=True)
     assert same_weights(tmp_path / "whole", tmp_path / "run")
 
@@ -269,7 +264,7 @@ def test_random_states_round_trip() -> None:
 def test_the_state_of_a_gradient_scaler_round_trips(data: Path) -> None:
     """Whole numbers stay whole: a scaler whose interval is a float fails at its next step."""
     config = tiny_config(data)
-    saved, loaded = (Trainer(config, open_data(config), make_accelerator(config.engine)) for _ in range(2))
+    saved, loaded = (Trainer(config, open_data(config), make_accelerator(config.hardware)) for _ in range(2))
     for trainer, scale in ((saved, 256.0), (loaded, 2.0)):
         trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     loaded.restore(saved.checkpoint("a run"))
@@ -372,7 +367,7 @@ with lock_run(folder, Run(folder).config, resume=True):
         pass
 
 
-def test_resuming_what_never_began_begins_it(data: Path, tmp_path: Path) -> None:
+def test_resume_starts_a_new_run(data: Path, tmp_path: Path) -> None:
     train(tiny_config(data, epochs=1), tmp_path / "run", quiet=True, resume=True)
     assert Run.open(tmp_path / "run").finished
 

@@ -12,7 +12,7 @@ from typing import Literal
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.tiny_runs import same_weights, tiny_config, tiny_data
+from helpers.tiny_runs import same_weights, tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,13 +33,8 @@ from selfconv.train import (
     train,
 )
 from selfconv.train.setup import learning_rate, parameter_groups
+from selfconv.train.sizing import Sizing, measure_step
 from selfconv.trained import open_trained
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_data(tmp_path_factory.mktemp("data"))
-
 
 # ---- the recipe ----
 
@@ -101,7 +96,7 @@ def test_the_cosine_rises_then_falls_to_zero(epochs: int, steps: int, warmup: fl
         ({"sizes": (1, 0.5)}, "sizes: expected the last to be 1, the size of the test images; got [1, 0.5]"),
     ],
 )
-def test_impossible_recipes(options: dict, message: str) -> None:
+def test_invalid_recipes(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         Recipe(**options)
 
@@ -126,7 +121,7 @@ def test_json_round_trip(recipe: str) -> None:
         ({"recipe": {"schedule": "linear"}}, "schedule: expected one of step, cosine; got 'linear'"),
         ({"model": {"widths": [1, 2]}}, "widths: expected 3 values"),
         ({"recipe": {"epochs": 0}}, "epochs: expected an integer ≥ 1"),
-        ({"engine": {"checkpoint_minutes": float("inf")}}, "checkpoint_minutes: expected a finite number"),
+        ({"hardware": {"checkpoint_minutes": float("inf")}}, "checkpoint_minutes: expected a finite number"),
         ({"seed": 10**30}, "seed: expected an integer of 64 bits; got one of 100 bits"),
     ],
 )
@@ -139,7 +134,7 @@ def test_unusable_json(content: object, message: str) -> None:
 
 
 def trainer_of(config: RunConfig) -> Trainer:
-    return Trainer(config, open_data(config), make_accelerator(config.engine))
+    return Trainer(config, open_data(config), make_accelerator(config.hardware))
 
 
 def test_a_step_is_sgd_with_nesterov_momentum(data: Path) -> None:
@@ -217,7 +212,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(data: Path) -> None:
     """Batch norm sees the parts, so it is taken out of the comparison."""
     results = []
     for accumulate in (1, 4):
-        config = replace(tiny_config(data, lr=0.01), engine=Hardware(accumulate=accumulate))
+        config = replace(tiny_config(data, lr=0.01), hardware=Hardware(accumulate=accumulate))
         trainer = trainer_of(config)
         for layer in trainer.network.modules():
             if isinstance(layer, torch.nn.BatchNorm2d):
@@ -230,7 +225,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(data: Path) -> None:
 
 
 def test_a_batch_that_does_not_split_evenly(data: Path) -> None:
-    config = replace(tiny_config(data), engine=Hardware(accumulate=3))
+    config = replace(tiny_config(data), hardware=Hardware(accumulate=3))
     with pytest.raises(
         ValueError, match="batch_size: expected a multiple of accumulate × processes = 3; got 16"
     ):
@@ -273,7 +268,7 @@ def test_label_smoothing_changes_the_loss(data: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["resnet29", "p4resnet29_asc"])
-def test_a_run_leaves_everything_behind(data: Path, tmp_path: Path, model: str) -> None:
+def test_files_of_a_finished_run(data: Path, tmp_path: Path, model: str) -> None:
     config = tiny_config(data, model)
     record = train(config, tmp_path / "run", quiet=True)
     run = Run.open(tmp_path / "run")
@@ -294,9 +289,7 @@ def test_a_run_leaves_everything_behind(data: Path, tmp_path: Path, model: str) 
     assert record["versions"]["torch"] == torch.__version__
 
 
-def test_the_test_images_are_touched_once(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_test_images_are_used_once(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     evaluate = Trainer.evaluate
 
@@ -309,7 +302,7 @@ def test_the_test_images_are_touched_once(
     assert seen == ["val", "val", "val", "test"]
 
 
-def test_seeds_decide(data: Path, tmp_path: Path) -> None:
+def test_results_depend_on_the_seed(data: Path, tmp_path: Path) -> None:
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         train(tiny_config(data, seed=seed, epochs=1), tmp_path / name, quiet=True)
     assert same_weights(tmp_path / "a", tmp_path / "b")
@@ -336,7 +329,7 @@ def test_a_convolutional_network_trained_upright_loses_its_accuracy_when_images_
 
 
 def test_bf16(data: Path, tmp_path: Path) -> None:
-    config = replace(tiny_config(data, "resnet29_asc", epochs=1), engine=Hardware(precision="bf16"))
+    config = replace(tiny_config(data, "resnet29_asc", epochs=1), hardware=Hardware(precision="bf16"))
     record = train(config, tmp_path / "run", quiet=True)
     assert math.isfinite(record["test_loss"])
     assert all(p.dtype == torch.float32 for p in open_trained(tmp_path / "run").model.parameters())
@@ -371,7 +364,38 @@ def test_nan_stops_the_run_and_keeps_the_last_good_weights(
     assert same_weights(tmp_path / "good", tmp_path / "run")
 
 
-def test_memory_is_kept_once_asked_for() -> None:
+def test_caching_allocator() -> None:
     import platform
 
     assert keep_memory() == (platform.libc_ver()[0] == "glibc")
+
+
+# ---- before a run ----
+
+
+def test_the_measurement_before_a_run_changes_nothing(data: Path) -> None:
+    config = tiny_config(data, "resnet29_asc", ema=0.9)
+    trainers = [Trainer(config, open_data(config), make_accelerator(config.hardware)) for _ in range(2)]
+    found = measure_step(trainers[0])
+    assert found.epoch_seconds > 0
+    for trainer in trainers:
+        trainer.step(*next(trainer.batches.epoch(0)))
+    a, b = (trainer.network.state_dict() for trainer in trainers)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert found.advice(trainers[0]) is None
+    assert Sizing(7200, 1e9).advice(trainers[0]) == (
+        "about 2.0 h an epoch on this machine, 4.0 h in all, and 1.0 GB of memory for a step"
+    )
+    advice = Sizing(1, 1e15).advice(trainers[0])
+    assert advice is not None
+    assert "--accumulate 16, or a smaller --image-size or --batch-size needs less" in advice
+
+
+def test_the_memory_of_a_step_grows_with_its_images(data: Path) -> None:
+    config = tiny_config(data, batch_size=4)
+    needs = []
+    for size in (4, 16):
+        config = config.replaced("recipe", batch_size=size)
+        trainer = Trainer(config, open_data(config), make_accelerator(config.hardware))
+        needs.append(measure_step(trainer).step_bytes)
+    assert 3 < needs[1] / needs[0] < 4.1

@@ -20,7 +20,7 @@ PAGE = (ROOT / "docs" / "visualize.md").read_text("utf-8")
 NAMES = ["digits_asc", "digits_conv", "digits_p4_asc"]
 
 
-def test_what_is_shipped() -> None:
+def test_shipped_models() -> None:
     assert list_models(pretrained=True) == NAMES
     assert all(name in cli.TRAINED_HELP for name in NAMES)
     for name in NAMES:
@@ -71,7 +71,7 @@ def test_quarter_turns_leave_p4_predictions_and_spoil_planar_ones() -> None:
         assert max(turned[name][1:]) < 0.7
 
 
-def test_a_place_that_is_neither_run_nor_name(tmp_path: Path) -> None:
+def test_unknown_run_or_name(tmp_path: Path) -> None:
     with pytest.raises(
         RunError,
         match=r"nothing: expected the folder of a run .*, or one of digits_asc, .*; got no such folder",
@@ -99,6 +99,6 @@ def test_the_documentation_s_code_runs() -> None:
 
 def test_its_pictures_are_there_and_small() -> None:
     pictures = re.findall(r"!\[.*?\]\((.*?)\)", PAGE)
-    assert len(pictures) == 6
+    assert len(pictures) == 8
     for picture in pictures:
         assert 10_000 < (ROOT / "docs" / picture).stat().st_size < 150_000

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 from helpers.tiny_runs import run_cli, tiny_config, tiny_data
 from PIL import Image
 
 from selfconv.explorer._comparison import Comparison
-from selfconv.models import ResNet, create_model
+from selfconv.models import ResNet, create_model, list_models
 from selfconv.train import RunError, train
-from selfconv.trained import evaluate, open_trained
+from selfconv.trained import evaluate, export, open_trained, predict
 
 PLACES = ["run", "run/model", "digits_asc"]
 
@@ -48,8 +50,37 @@ def test_every_command_takes_it(
     assert run_cli("export", place, "--to", tmp_path / "model.pt2") == 0
     assert run_cli("audit", place, "--size", "16") == 0
     assert run_cli("figures", place, "--image", "image.png", "--out", tmp_path / "figures") == 0
-    assert len(list((tmp_path / "figures").glob("*.png"))) == 5
+    assert len(list((tmp_path / "figures").glob("*.png"))) == 7
     assert Comparison.open(place).models[0].name == Path(place).name
+
+
+@pytest.mark.parametrize("name", list_models(pretrained=True))
+def test_an_onnx_file_has_what_its_user_needs(name: str, tmp_path: Path) -> None:
+    """Class names, and preprocessing that gives the numbers of predict: EXIF, transparency, crop, grey."""
+    trained = open_trained(name)
+    export(trained, tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    metadata = session.get_modelmeta().custom_metadata_map
+    assert json.loads(metadata["classes"]) == trained.data.class_names
+    channels, size, _ = json.loads(metadata["image_shape"])
+    found: dict[str, Any] = {}
+    exec(metadata["preprocessing"], found)
+    pixels = np.random.default_rng(0).integers(0, 256, (50, 33, 4), np.uint8)
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    Image.fromarray(pixels).save(tmp_path / "clear.png")
+    Image.fromarray(pixels[..., 0]).save(tmp_path / "grey.png")
+    Image.fromarray(pixels[..., :3]).quantize(16).save(tmp_path / "palette.gif")
+    Image.fromarray(pixels[..., :3].repeat(5, 0).repeat(5, 1)).save(tmp_path / "turned.jpg", exif=turned)
+    files = ["clear.png", "grey.png", "palette.gif", "turned.jpg"]
+    predictions = predict(trained, [tmp_path / file for file in files])
+    for file, prediction in zip(files, predictions, strict=True):
+        images = found["preprocess"](tmp_path / file, size, channels)
+        expected = trained.read_image(tmp_path / file).float() / 255
+        assert torch.equal(torch.from_numpy(images[0]), expected)
+        (logits,) = session.run(["logits"], {"images": images})
+        probabilities = torch.from_numpy(logits).softmax(1)[0]
+        assert torch.allclose(probabilities, torch.tensor([*prediction.probabilities.values()]), atol=1e-4)
 
 
 def test_results_are_kept_in_the_folder_of_a_run_alone(work: Path) -> None:
@@ -141,4 +172,4 @@ def test_a_damaged_record(work: Path, tmp_path: Path) -> None:
 
 def test_options_that_a_trained_model_does_not_have(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli("audit", work / "run", "--downsample", "pool") == 2
-    assert "--downsample needs the name of a model" in capsys.readouterr().err
+    assert "need the name of a model" in capsys.readouterr().err

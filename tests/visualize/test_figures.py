@@ -21,12 +21,15 @@ from PIL import Image
 from selfconv.models import create_model
 from selfconv.train import train
 from selfconv.visualize import Inspection, equivariance_view, layer_filters
+from selfconv.visualize._choice import choose_pixels
 from selfconv.visualize.figures import (
     entropy_figure,
     equivariance_figure,
+    explanation_figure,
     filters_figure,
     pixel_figure,
     schematic_figure,
+    template_figure,
 )
 
 LAYER = "stages.0.0.spatial.conv"
@@ -35,7 +38,7 @@ IMAGE = torch.rand(3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 def texts(figure: Figure) -> list[Text]:
     """All that is written in a figure."""
-    found = list(figure.texts)
+    found = [text for part in (figure, *figure.subfigs) for text in part.texts]
     for axes in figure.axes:
         if not axes.axison:
             continue
@@ -147,7 +150,11 @@ def test_maps_of_entropy(name: str) -> None:
     figure = entropy_figure(IMAGE, entropy, LAYER, names)
     assert_readable(figure)
     heads, order = entropy.shape[:2]
-    drawn = [shown(axes) for axes in panels(figure) if axes.images[0].get_cmap().name == "viridis"]
+    attention = [axes for axes in panels(figure) if axes.images[0].get_cmap().name == "viridis"]
+    drawn = [shown(axes) for axes in attention]
+    ((low, high),) = {axes.images[0].get_clim() for axes in attention}
+    assert low <= entropy.min() <= entropy.max() <= high
+    assert high - low == pytest.approx(max(float(entropy.max() - entropy.min()), 0.05), abs=0.05)
     np.testing.assert_allclose(drawn, entropy.transpose(0, 1).flatten(0, 1).numpy(), atol=1e-7)
     assert len(panels(figure)) == order * (heads + 1)
 
@@ -161,14 +168,16 @@ def test_the_equivariance_of_two_models() -> None:
     figure = equivariance_figure(images, views, labels)
     assert_readable(figure)
     drawn = panels(figure)
-    assert len(drawn) == 4 * 7
-    for row, limit in ((2, None), (4, 1e-5)):
-        differences = [float(np.abs(shown(axes)).max()) for axes in drawn[4 * row : 4 * row + 4]]
-        assert differences[0] == 0
-        assert (min(differences[1:]) > 0.01) if limit is None else (max(differences) < limit)
-    assert drawn[9].get_xlabel() == f"error {views['planar'].errors[1]:.0e}"
+    assert len(drawn) == 4 + 3 * 5  # the images; for each model its maps and one map of errors
+    for row, name in enumerate(views):
+        errors = drawn[4 + 5 * row + 4]
+        assert errors.get_xlabel() == f"largest error {max(views[name].errors):.0e}"
+        largest = 10 ** float(shown(errors).max())
+        assert largest == pytest.approx(max(views[name].errors), rel=0.3)
+        assert (largest > 0.01) if name == "planar" else (largest < 1e-5)
+    assert "planar: no; p4: yes, up to rounding" in figure.get_supxlabel()
     for s in range(4):  # maps of the p4 model are the first one, turned
-        np.testing.assert_allclose(shown(drawn[12 + s]), np.rot90(shown(drawn[12]), s), atol=1e-5)
+        np.testing.assert_allclose(shown(drawn[9 + s]), np.rot90(shown(drawn[9]), s), atol=1e-5)
     with pytest.raises(ValueError, match="expected views of one group; got p4, p4m"):
         equivariance_figure(images, views | {"x": equivariance_view(models["planar"], IMAGE, LAYER, "p4m")})
 
@@ -188,6 +197,45 @@ def test_the_filters_of_a_layer(name: str, overrides: dict[str, str]) -> None:
         cells = cells[np.isfinite(cells)]
         assert cells.size == part.numel()  # every number is there, once
         np.testing.assert_allclose(np.sort(cells), np.sort(part.numpy().ravel()), atol=1e-7)
+
+
+@pytest.mark.parametrize(("name", "count"), [("resnet29_asc", 5), ("p4resnet29_asc", 3)])
+@pytest.mark.parametrize("psi", ["channel", "dense"])
+def test_one_template_and_its_filters(name: str, count: int, psi: str) -> None:
+    inspection = inspect(name, psi=psi)
+    places, head = choose_pixels(inspection, LAYER, count)
+    assert len(set(places)) == count
+    views = [inspection.look(LAYER, place, head) for place in places]
+    figure = template_figure(IMAGE, views, channel=1)
+    assert_readable(figure)
+    _, template, *rest = panels(figure)
+    own = [
+        f[0, 0, 1] if psi == "channel" else f[0, 0, 1, 2 * head + 1]
+        for f in (views[0].psi, views[0].effective)
+    ]
+    np.testing.assert_allclose(shown(template), own[0].numpy(), atol=1e-7)
+    np.testing.assert_allclose(shown(rest[count]), views[0].alpha[0].numpy(), atol=1e-7)
+    np.testing.assert_allclose(shown(rest[2 * count]), own[1].numpy(), atol=1e-7)
+    with pytest.raises(ValueError, match="expected 1 to 9 views of one layer and head; got 0"):
+        template_figure(IMAGE, [])
+
+
+def test_an_explanation_shows_the_answer_and_its_runner_up() -> None:
+    activation, occlusion = torch.randn(3, 4, 4), torch.randn(3, 8, 8)
+    logits = activation.sum((1, 2))
+    best, second, _ = logits.argsort(descending=True).tolist()
+    names = ["cat", "a-class-with-a-long-name", "dog"]
+    figure = explanation_figure(IMAGE, activation, occlusion, names, truth="dog")
+    assert_readable(figure)
+    drawn = [axes for axes in panels(figure) if len(axes.images) == 2]  # the image, and a map over it
+    assert len(drawn) == 6
+    for axes, value in zip(
+        drawn[::2], (logits[best], logits[second], logits[best] - logits[second]), strict=True
+    ):
+        assert f"sum {float(value):.2f}".replace("-", "−") in axes.get_xlabel()
+        cells = [float(text.get_text().replace("−", "-")) for text in axes.texts]
+        assert sum(cells) == pytest.approx(float(value), abs=16 * 0.005)
+    assert "the true class is “dog”" in figure.get_suptitle()
 
 
 def test_the_paper_s_largest_layers_are_readable() -> None:
@@ -212,7 +260,9 @@ def test_figures_of_a_run(run: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert run_cli("figures", run, "--out", tmp_path / "out", *options, "--head", "1") == 0
     files = [Path(line) for line in capsys.readouterr().out.splitlines()]
     names = [
-        f"{n}.{kind}" for n in ("pixel", "entropy", "filters", "equivariance") for kind in ("png", "svg")
+        f"{n}.{kind}"
+        for n in ("pixel", "entropy", "template", "filters", "equivariance", "explanation")
+        for kind in ("png", "svg")
     ]
     assert [file.name for file in files] == names
     for file in files:
@@ -230,6 +280,8 @@ def test_figures_of_shipped_models(tmp_path: Path, capsys: pytest.CaptureFixture
     assert [Path(line).name for line in capsys.readouterr().out.splitlines()] == [
         "equivariance.png",
         "equivariance.svg",
+        "explanation.png",
+        "explanation.svg",
     ]
 
 

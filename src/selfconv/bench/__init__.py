@@ -15,13 +15,19 @@ from selfconv._lazy import lazy
 from selfconv.bench.options import BenchOptions
 
 if TYPE_CHECKING:
+    from selfconv.bench.inference import InferenceRow
     from selfconv.bench.models import ModelRow
     from selfconv.bench.ops import Row
     from selfconv.bench.report import Results, read_results
     from selfconv.bench.run import run_bench
 else:
     __getattr__, __dir__ = lazy(
-        __name__, models=["ModelRow"], ops=["Row"], report=["Results", "read_results"], run=["run_bench"]
+        __name__,
+        inference=["InferenceRow"],
+        models=["ModelRow"],
+        ops=["Row"],
+        report=["Results", "read_results"],
+        run=["run_bench"],
     )
 
-__all__ = ["BenchOptions", "ModelRow", "Results", "Row", "read_results", "run_bench"]
+__all__ = ["BenchOptions", "InferenceRow", "ModelRow", "Results", "Row", "read_results", "run_bench"]

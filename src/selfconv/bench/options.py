@@ -18,12 +18,15 @@ PAIRS = {  # model: its convolutional counterpart
     "p4resnet29_asc": "p4resnet29",
 }
 
+INFERENCE = ("resnet29", "resnet29_asc", "p4resnet29", "p4resnet29_asc")  # whose forms are compared
+
 
 @dataclass(frozen=True)
 class BenchOptions:
     """What to measure, and for how long."""
 
-    sections: tuple[Literal["ops", "growth", "models"], ...] = ("ops", "growth", "models")
+    sections: tuple[Literal["ops", "growth", "models", "inference"], ...] = ("ops", "growth", "models")
+    """inference: trained networks as torch, optimised, exported with torch.export and in ONNX Runtime."""
     device: str = "cpu"
     """cpu, or cuda, which uses the Triton kernels."""
     threads: int | None = None

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ import torch
 
 from selfconv._files import read_as
 from selfconv._version import __version__
+from selfconv.bench.inference import TOLERANCE, InferenceRow
 from selfconv.bench.models import ModelRow
 from selfconv.bench.ops import KEPT, OPERATION, Row
 
@@ -30,6 +31,7 @@ class Results:
     matmul_gflops: float
     ops: list[Row]
     models: list[ModelRow]
+    inference: list[InferenceRow] = field(default_factory=list)
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -78,7 +80,11 @@ def joined(earlier: Results, later: Results) -> Results:
     if earlier.machine != later.machine:
         return later
     base = later if later.ops else earlier  # GFLOP/s stand beside the matrix product of their own run
-    return replace(base, models=later.models or earlier.models)
+    return replace(
+        base,
+        models=later.models or earlier.models,
+        inference=later.inference or earlier.inference,
+    )
 
 
 # ---- tables ----
@@ -154,6 +160,22 @@ def model_table(results: Results, direction: str) -> tuple[list[str], list[list[
     return header, lines
 
 
+def inference_table(results: Results, batch: int) -> tuple[list[str], list[list[str]]]:
+    """A network a line, a form a column: milliseconds, and how many times the counterpart's in that form."""
+    rows = [r for r in results.inference if r.batch == batch]
+    cells = {(r.model, r.form): r for r in rows}
+    names, found = (list(dict.fromkeys(key)) for key in zip(*cells, strict=True))
+    lines = []
+    for name in names:
+        line = [name]
+        for form in found:
+            row = cells[name, form]
+            ratio = "" if row.ratio is None or name == row.counterpart else f" ({row.ratio:.1f}x)"
+            line.append("-" if row.milliseconds is None else f"{row.milliseconds:.1f}{ratio}")
+        lines.append(line)
+    return ["", *found], lines
+
+
 def sections(results: Results) -> list[tuple[str, tuple[list[str], list[list[str]]]]]:
     """Every table with its title."""
     found = []
@@ -170,6 +192,9 @@ def sections(results: Results) -> list[tuple[str, tuple[list[str], list[list[str
     for direction in dict.fromkeys(r.direction for r in results.models):
         batch = results.models[0].batch
         found.append((f"Networks, batch {batch}, {direction}", model_table(results, direction)))
+    for batch in dict.fromkeys(r.batch for r in results.inference):
+        title = f"Inference, batch {batch}: ms (times the convolutional counterpart in the same form)"
+        found.append((title, inference_table(results, batch)))
     return found
 
 
@@ -189,7 +214,12 @@ def print_tables(results: Results, console: Console) -> None:
 
 
 def _notes(results: Results) -> list[str]:
-    return [
+    wrong = [
+        f"{r.model}, {r.form}, batch {r.batch}: logits differ by {r.error:.0e} of the largest"
+        for r in results.inference
+        if not r.error <= TOLERANCE
+    ]
+    return wrong + [
         f"{r.contender}, {r.channels} channels on {r.size}², batch {r.batch}, {r.direction}: {r.note}"
         for r in results.ops
         if r.note
@@ -218,6 +248,8 @@ def markdown(results: Results, figures: Sequence[str]) -> str:
         "system, and each new block is mapped and zeroed again, page by page, which is most of the cost",
         "of unfolding. The stages are timed a second time with a caching allocator (freed memory is not",
         "returned to the system), as `selfconv train` runs; the networks are timed that way, too.",
+        "Inference compares the forms of a network that [can be deployed](deploy.md), after a check that",
+        "their logits agree with the network as trained to 1e-4 of the largest.",
         "",
         f"Measured on: {_context(results)}.",
         "",

@@ -9,10 +9,11 @@ import torch
 
 from selfconv._extras import require
 from selfconv._memory import keep_memory
+from selfconv.bench.inference import InferenceRow, measure_inference
 from selfconv.bench.measure import matmul_rate
 from selfconv.bench.models import ModelRow, measure_models
 from selfconv.bench.ops import KEPT, LARGE, STAGES, Row, measure_growth, measure_ops
-from selfconv.bench.options import PAIRS, BenchOptions
+from selfconv.bench.options import INFERENCE, PAIRS, BenchOptions
 from selfconv.bench.report import Results, joined, machine, print_tables, read_results, write_results
 
 
@@ -31,9 +32,12 @@ def run_bench(options: BenchOptions) -> Results:
         torch.set_num_threads(options.threads)
     try:
         with console.status("the machine's matrix product") as status:
-            results = Results(machine(device), matmul_rate(device), [], [])
+            results = Results(machine(device), matmul_rate(device), [], [], [])
             for row in _rows(options, device):
-                (results.models if isinstance(row, ModelRow) else results.ops).append(row)  # type: ignore[arg-type]
+                if isinstance(row, InferenceRow):
+                    results.inference.append(row)
+                else:
+                    (results.models if isinstance(row, ModelRow) else results.ops).append(row)  # type: ignore[arg-type]
                 status.update(_describe(row))
                 if not console.is_terminal:  # where a spinner would not show
                     console.print(_describe(row), highlight=False, soft_wrap=True)
@@ -53,7 +57,7 @@ def _read_earlier(out: Path | None) -> Results | None:
     return read_results(path) if path is not None and path.is_file() else None
 
 
-def _rows(options: BenchOptions, device: torch.device) -> Iterator[Row | ModelRow]:
+def _rows(options: BenchOptions, device: torch.device) -> Iterator[Row | ModelRow | InferenceRow]:
     seconds = min(options.seconds, 0.3) if options.quick else options.seconds
     if "ops" in options.sections:
         shapes = STAGES if options.quick else STAGES + LARGE
@@ -66,9 +70,15 @@ def _rows(options: BenchOptions, device: torch.device) -> Iterator[Row | ModelRo
     if "models" in options.sections:
         names = ("resnet29", "resnet29_asc") if options.quick else options.models
         yield from measure_models(names, options.model_batch, 16 * len(names) * seconds, device)
+    if "inference" in options.sections:
+        names = ("resnet29", "resnet29_asc") if options.quick else INFERENCE
+        yield from measure_inference(names, 4 * len(names) * seconds)
 
 
-def _describe(row: Row | ModelRow) -> str:
+def _describe(row: Row | ModelRow | InferenceRow) -> str:
+    if isinstance(row, InferenceRow):
+        shown = "-" if row.milliseconds is None else f"{row.milliseconds:.1f} ms"
+        return f"{row.model}, {row.form}, batch {row.batch}: {shown}"
     if isinstance(row, ModelRow):
         return f"{row.model}, {row.direction}: {row.milliseconds:.0f} ms"
     shown = "-" if row.milliseconds is None else f"{row.milliseconds:.2f} ms"
@@ -83,6 +93,10 @@ def _check(options: BenchOptions) -> None:
         )
     if options.threads is not None and options.threads < 1:
         raise ValueError(f"threads: expected an integer ≥ 1; got {options.threads}")
+    if "inference" in options.sections:
+        require("bench --sections inference", "onnx", "onnxscript", "onnxruntime")
+        if torch.device(options.device).type != "cpu":
+            raise ValueError(f"sections: inference is measured on the cpu; got device={options.device!r}")
     if options.out is not None:
         require("bench --out", "matplotlib")  # now, not after an hour's work
     unknown = [name for name in options.models if name not in PAIRS]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import tyro
 from tyro.conf import OmitArgPrefixes
 
+from selfconv._memory import keep_memory
 from selfconv._text import escape_for_terminal, one_line
 from selfconv._version import __version__
 from selfconv.train import (
@@ -35,6 +36,7 @@ def main(args: Sequence[str] | None = None) -> None:
     if args == ["--version"]:
         print(f"selfconv {__version__}")
         return
+    keep_memory()  # for every command: half of an evaluation was page faults without it
     warnings.showwarning = _warn
     for kind in (DeprecationWarning, FutureWarning):  # of the libraries: nothing that a user could do about
         warnings.simplefilter("ignore", kind)
@@ -96,7 +98,7 @@ def parse(commands: dict[str, Callable[..., None]], args: Sequence[str]) -> Call
 
 
 def _condensed(box: str) -> str:
-    """What tyro explains in a box, as a line."""
+    """The message that tyro prints in a box, as one line."""
     lines = [re.sub(r"^[│╭╰─\s]+|[│╮╯─\s]+$", "", line) for line in box.splitlines()]
     first, *rest = [part.split("\n") for part in re.split(r"\n{2,}", "\n".join(lines[1:]).strip())]
     hints = [" ".join(part[:2]) for part in rest if part[0].startswith(("Perhaps", "Available"))]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import json as json_module
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -15,37 +16,51 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import Positional, arg
 
 from selfconv._extras import require
-from selfconv._text import escape_for_terminal
+from selfconv._text import HalfMinute, escape_for_terminal
 from selfconv.bench import BenchOptions
 from selfconv.models import list_models
 from selfconv.study import Budget
 
 if TYPE_CHECKING:
     from selfconv.study import Plan, ProcessEngine
+    from selfconv.trained import Prediction
 
 BENCH, BUDGET = BenchOptions(), Budget()
 TRAINED_HELP = (
     "Folder of a run or of a saved model, or a model included in the package: "
     f"{', '.join(list_models(pretrained=True))}."
 )
-TrainedPlace = Annotated[str, arg(metavar="TRAINED", help=TRAINED_HELP)]
+TrainedArgument = Annotated[str, arg(metavar="TRAINED", help=TRAINED_HELP)]
 
 
-def evaluate(trained: Positional[TrainedPlace], /, *, data: str | None = None, json: bool = False) -> None:
+def evaluate(
+    trained: Positional[TrainedArgument],
+    /,
+    *,
+    data: str | None = None,
+    range: str | None = None,
+    out: Path | None = None,
+    json: bool = False,
+) -> None:
     """Test a trained model: accuracy, per class, and on images rotated by every multiple of 15°.
 
-    For a run, also writes evaluation.json, confusion.png and rotation.png to its folder.
+    For a run, also writes evaluation.json, predictions.csv (every test image with its probabilities),
+    confusion.png, rotation.png and mistakes.png (the most confident ones) to its folder.
 
     Args:
         data: Data set with the test images; by default the one that the model was trained on.
+        range: With --data, values that are the pixels 0 and 1: LOW,HIGH or dtype; by default as in training.
+        out: Folder for the files, also for other data; by default that of the run, for its own data.
         json: Print JSON instead of tables.
     """
     from selfconv.trained import evaluate as evaluate_trained
     from selfconv.trained import open_trained
 
+    if range is not None and data is None:
+        raise ValueError(f"--range needs --data; got --range {range} for the data set of the run")
     opened = open_trained(trained)
     with _progress("evaluating") as watch:
-        evaluation = evaluate_trained(opened, data, watch=watch)
+        evaluation = evaluate_trained(opened, data, pixel_range=range, out=out, watch=watch)
     if json:
         print(json_module.dumps(asdict(evaluation)))
     else:
@@ -53,45 +68,95 @@ def evaluate(trained: Positional[TrainedPlace], /, *, data: str | None = None, j
 
 
 def predict(
-    trained: Positional[TrainedPlace],
+    trained: Positional[TrainedArgument],
     images: Positional[Annotated[tuple[str, ...], arg(metavar="IMAGE…")]],
     /,
     *,
+    format: Literal["text", "csv", "jsonl"] = "text",
+    range: str | None = None,
     json: bool = False,
+    explain: Path | None = None,
 ) -> None:
-    """Classify image files: prints file, class and probability, one line per image.
+    """Classify image files: prints file, class and probability, one line per image, as they come.
+
+    A file that cannot be read costs a line on stderr, and exit code 1 after all others are classified.
 
     Args:
         images: Image files, folders of images, or quoted wildcards.
-        json: Print JSON with the probabilities of all classes.
+        format: text: file, class and probability; csv and jsonl: with the probabilities of all classes.
+        range: Values that are the pixels 0 and 1: LOW,HIGH or dtype; by default as in training.
+        json: Print one JSON list, with the probabilities of all classes, at the end.
+        explain: Folder for a picture per image: which parts speak for the class.
     """
-    from selfconv.trained import open_trained
-    from selfconv.trained import predict as predict_images
+    from selfconv.data import DataError
+    from selfconv.trained import open_trained, predict_each
 
     if not images:
         raise ValueError("predict: expected at least one image, folder or wildcard; got none")
-    predictions = predict_images(open_trained(trained), images)
+    if json and format != "text":
+        raise ValueError(f"predict: expected --json or --format; got both, --format {format}")
+    if explain is not None:
+        require("drawing pictures", "matplotlib")
+    opened = open_trained(trained)
+    files: list[str] = []
+    failed, answers, write = 0, [], _prediction_writer(format, opened.data.class_names)
+    with _progress("classifying", hidden=sys.stdout.isatty()) as watch:
+        show = (
+            None if watch is None else (lambda done, total: watch(done / total, f"{done} of {total} files"))
+        )
+        for answer in predict_each(opened, images, pixel_range=range, watch=show):
+            if isinstance(answer, DataError):
+                failed += 1
+                print(f"selfconv: {answer}", file=sys.stderr)
+                continue
+            files.append(answer.file)
+            if json:
+                answers.append(asdict(answer))
+            else:
+                write(answer)
     if json:
-        print(json_module.dumps([asdict(p) for p in predictions]))
-        return
-    for p in predictions:
-        print(f"{escape_for_terminal(p.file)}\t{escape_for_terminal(p.label)}\t{p.probability:.4f}")
+        print(json_module.dumps(answers))
+    if explain is not None:
+        from selfconv.visualize import write_explanations
+
+        write_explanations(opened, files, explain)
+    if failed:
+        raise SystemExit(1)
 
 
-def export(trained: Positional[TrainedPlace], /, *, to: Path) -> None:
+def _prediction_writer(format: str, class_names: Sequence[str]) -> Callable[[Prediction], None]:
+    """What prints an answer, at once."""
+    if format == "jsonl":
+        return lambda p: print(json_module.dumps(asdict(p)), flush=True)
+    if format == "text":
+        return lambda p: print(
+            f"{escape_for_terminal(p.file)}\t{escape_for_terminal(p.label)}\t{p.probability:.4f}", flush=True
+        )
+    table = csv.writer(sys.stdout, lineterminator="\n")
+    table.writerow(["file", "label", "probability", *class_names])
+
+    def write(p: Prediction) -> None:
+        table.writerow([p.file, p.label, p.probability, *p.probabilities.values()])
+        sys.stdout.flush()
+
+    return write
+
+
+def export(trained: Positional[TrainedArgument], /, *, to: Path) -> None:
     """Write a trained model as ONNX or as a torch.export program.
 
     Args:
         to: File to write: …​.onnx or …​.pt2.
     """
     from selfconv.trained import export as export_trained
-    from selfconv.trained import open_trained
+    from selfconv.trained import open_trained, own_range
 
     opened = open_trained(trained)
     shape = export_trained(opened, to)
     names = opened.data.class_names
-    image = ", ".join(map(str, shape))
-    print(f"{escape_for_terminal(to)}: images [N, {image}], pixels in 0..1 -> logits [N, {len(names)}]")
+    image, limits = ", ".join(map(str, shape)), own_range(opened.data)
+    values = "pixels in 0..1" if limits is None else f"values {limits[0]:g}..{limits[1]:g} as in the files"
+    print(f"{escape_for_terminal(to)}: images [N, {image}], {values} -> logits [N, {len(names)}]")
     print(f"classes: {', '.join(map(escape_for_terminal, names))}")
 
 
@@ -118,6 +183,7 @@ def audit(
     size: int = 32,
     group: str | None = None,
     downsample: Literal["stride", "pool"] | None = None,
+    stem: Literal["conv", "pool4"] | None = None,
 ) -> None:
     """Check layer by layer whether a network is equivariant; exit code 1 if it is not.
 
@@ -126,6 +192,7 @@ def audit(
         size: Image size in pixels.
         group: Name of the group; by default the model's group.
         downsample: Downsampling of convolutions; by default the model's.
+        stem: First layers; by default the model's.
     """
     from selfconv.models import create_model, list_models
     from selfconv.testing import audit as audit_model
@@ -134,11 +201,11 @@ def audit(
     if size < 1:
         raise ValueError(f"size: expected a positive number of pixels; got {size}")
     if not (Path(model).exists() or model in list_models(pretrained=True)):
-        network = create_model(model, downsample=downsample)
-    elif downsample is None:
+        network = create_model(model, downsample=downsample, stem=stem)
+    elif downsample is None and stem is None:
         network = open_trained(model).model
     else:
-        raise ValueError(f"--downsample needs the name of a model; got the trained model {model}")
+        raise ValueError(f"--downsample and --stem need the name of a model; got the trained model {model}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of sizes: the audit itself tells
         result = audit_model(network, size, group, in_channels=network.config["in_channels"])
@@ -155,7 +222,7 @@ def bench(options: BenchOptions = BENCH) -> None:
 
 
 def figures(
-    trained: Positional[TrainedPlace],
+    trained: Positional[TrainedArgument],
     /,
     *,
     out: Path,
@@ -170,7 +237,7 @@ def figures(
         out: Output folder.
         image: Image file; by default the first test image of the model's data set.
         layer: Name of a self-convolution layer; by default the first.
-        pixel: Row and column in the layer's feature map; by default at the steepest edge of the image.
+        pixel: Row and column in the layer's feature map; by default where attention is selective.
         head: Attention head; by default one whose scores are neither uniform nor one-hot at that pixel.
     """
     from selfconv.trained import open_trained
@@ -290,7 +357,7 @@ def _processes(jobs: int | None, plan: Plan) -> ProcessEngine:
 
 
 def _command(*parts: str | Mapping[str, object]) -> str:
-    """What to type for a command and its options."""
+    """The command line for a command and its options."""
     words = ["selfconv"]
     for part in parts:
         if isinstance(part, str):
@@ -301,34 +368,42 @@ def _command(*parts: str | Mapping[str, object]) -> str:
 
 
 def explore(
-    trained: Positional[Annotated[str | None, arg(metavar="[TRAINED]")]] = None,
+    trained: Positional[Annotated[tuple[str, ...], arg(metavar="[TRAINED…]")]] = (),
     /,
     *,
     host: str = "127.0.0.1",
     port: int = 7860,
     open: bool = True,
 ) -> None:
-    """Inspect a model on a local web page: click a pixel to see its filters, rotate the image.
+    """Inspect models on a local web page: where they look, the filters at a pixel, what a rotation changes.
 
     Args:
-        trained: Folder of a run or of a saved model; by default the models included in the package.
+        trained: Folders of runs or of saved models, side by side; by default the models in the package.
         host: Address to listen on; any other than 127.0.0.1 gives other machines access.
         port: Port to listen on; 0 for any free port.
         open: Open the page in the browser.
     """
     from selfconv.explorer import explore as serve
 
-    serve(trained, host=host, port=port, open_page=open)
+    serve(*trained, host=host, port=port, open_page=open)
 
 
 @contextmanager
-def _progress(title: str) -> Iterator[Callable[[float, str], None] | None]:
-    """Yields what shows the share that is done and a line, on a terminal; None elsewhere."""
+def _progress(title: str, *, hidden: bool = False) -> Iterator[Callable[[float, str], None] | None]:
+    """Yields what shows the share that is done and a line: a bar on a terminal, elsewhere lines now and then.
+
+    Args:
+        hidden: no bar, because results go to the terminal.
+    """
     from rich.console import Console
     from rich.progress import Progress
 
     console = Console(stderr=True)
     if not console.is_terminal:
+        say = HalfMinute()
+        yield lambda share, line: say(f"{share:.0%}: {line}")
+        return
+    if hidden:
         yield None
         return
     with Progress(console=console, transient=True) as progress:

@@ -10,15 +10,7 @@ from typing import Annotated
 
 from tyro.conf import arg
 
-from selfconv.train import (
-    RECIPES,
-    DataOptions,
-    Hardware,
-    ModelOptions,
-    Recipe,
-    RecipeName,
-    RunConfig,
-)
+from selfconv.train import RECIPES, DataOptions, Hardware, ModelOptions, Recipe, RecipeName, RunConfig
 
 
 def train_command(args: Sequence[str]) -> Callable[..., None]:
@@ -55,13 +47,14 @@ def train_command(args: Sequence[str]) -> Callable[..., None]:
         model: ModelOptions = base.model,
         data: DataOptions = base.data,
         training: Annotated[Recipe, arg(name="recipe")] = recipe,
-        engine: Hardware = base.engine,
+        hardware: Hardware = base.hardware,
         *,
         recipe: RecipeName | None = None,
         seed: int = base.seed,
         out: Path | None = None,
         resume: bool = False,
         config: Path | None = None,
+        lr_range: bool = False,
     ) -> None:
         """Train a network on digits, CIFAR or your own images.
 
@@ -76,11 +69,21 @@ def train_command(args: Sequence[str]) -> Callable[..., None]:
             out: Folder for the run; by default runs/DATA-MODEL.
             resume: Continue the run in that folder, with its options.
             config: Read the defaults of all options from the config.json of a run.
+            lr_range: Do not train, but test rising learning rates in up to 200 steps: prints one to begin
+                with, and writes lr_range.csv and lr_range.png to the folder OUT-lr.
         """
         from selfconv.train import train as train_run
 
-        run = RunConfig(model=model, data=data, recipe=training, engine=engine, seed=seed)
-        train_run(run, out if out is not None else _default_out(run), resume=resume)
+        run = RunConfig(model=model, data=data, recipe=training, hardware=hardware, seed=seed)
+        folder = out if out is not None else _default_out(run)
+        if not lr_range:
+            train_run(run, folder, resume=resume)
+            return
+        from selfconv.train import find_learning_rate
+
+        folder = folder.with_name(f"{folder.name}-lr")
+        found = find_learning_rate(run, folder)
+        print(f"the loss falls most steeply at a learning rate of {found.suggestion:.2g}; curve in {folder}")
 
     return train
 

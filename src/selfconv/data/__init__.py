@@ -1,4 +1,4 @@
-"""Loads data sets into memory: digits from the package, CIFAR, a folder of images, or an ``.npz`` file.
+"""Loads data sets: digits from the package, CIFAR, a folder or list of images, arrays in an ``.npz`` file.
 
 >>> data = load_data("digits")
 >>> data.num_classes, data.in_channels, data.size
@@ -10,10 +10,11 @@
 
 from selfconv.data.batches import Augment, Batches, Rotation, normalise
 from selfconv.data.cifar import imitation
-from selfconv.data.dataset import DataError, Dataset, MissingDataError, Split, fit
-from selfconv.data.images import IMAGE_FORMATS, IMAGE_SUFFIXES, MAX_PIXELS, read_image, require_pillow
-from selfconv.data.info import DataInfo
+from selfconv.data.dataset import MAX_PIXELS, DataInfo, Dataset, MissingDataError, describe_channels
+from selfconv.data.images import IMAGE_FORMATS, IMAGE_SUFFIXES, read_image, read_images, require_pillow
 from selfconv.data.load import load_data
+from selfconv.data.pixels import DataError, PixelRange, as_bytes, fit, parse_range, visible_channels
+from selfconv.data.stored import Split, Stack
 
 __all__ = [
     "IMAGE_FORMATS",
@@ -25,12 +26,19 @@ __all__ = [
     "DataInfo",
     "Dataset",
     "MissingDataError",
+    "PixelRange",
     "Rotation",
     "Split",
+    "Stack",
+    "as_bytes",
+    "describe_channels",
     "fit",
     "imitation",
     "load_data",
     "normalise",
+    "parse_range",
     "read_image",
+    "read_images",
     "require_pillow",
+    "visible_channels",
 ]

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selfconv.data.dataset import Split
+from selfconv.data.stored import Split
 
 Rotation = Literal["none", "quarter", "any"]
 
@@ -27,6 +27,10 @@ class Augment:
             in {-pad, …, pad}². The paper's 32×32 out of 36×36 is ``pad=2``.
         rotate: ``"quarter"`` rotates by a random multiple of 90°, ``"any"`` by a uniformly random angle
             (bilinear).
+        brightness: adds to all pixels a number that is uniform in ±brightness, with pixels in 0..1.
+        contrast: multiplies the distance to the mean colour of the data by a number in 1 ± contrast.
+        colour: multiplies the distance of each channel to the mean of the channels by one in 1 ± colour.
+        erase: with probability 1/2, a rectangle of up to this share of the image becomes the mean colour.
 
     Padding is zero in the *normalised* image, i.e. the mean colour; so are pixels that a rotation takes from
     outside the image.
@@ -35,12 +39,19 @@ class Augment:
     flip: bool = False
     pad: int = 0
     rotate: Rotation = "none"
+    brightness: float = 0.0
+    contrast: float = 0.0
+    colour: float = 0.0
+    erase: float = 0.0
 
     def __post_init__(self) -> None:
         if self.pad < 0:
             raise ValueError(f"pad: expected a number of pixels ≥ 0; got {self.pad}")
         if self.rotate not in get_args(Rotation):
             raise ValueError(f"rotate: expected one of {', '.join(get_args(Rotation))}; got {self.rotate!r}")
+        for name in ("brightness", "contrast", "colour", "erase"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}: expected a number from 0 to 1; got {getattr(self, name)}")
 
     def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Samples maps for ``count`` images: A ``[count, 2, 2]`` and t ``[count, 2]``, as (row, column)."""
@@ -58,11 +69,43 @@ class Augment:
         shift = torch.randint(-self.pad, self.pad + 1, (count, 2), generator=generator).float()
         return linear, shift
 
+    def draw_looks(self, count: int, generator: torch.Generator) -> Tensor:
+        """Samples [count, 7] of what happens to the pixels' values: three factors, and a rectangle."""
+        drawn = torch.rand(count, 8, generator=generator)
+        spread = 2 * drawn[:, :3] - 1
+        share = self.erase * drawn[:, 3] * (drawn[:, 7] < 0.5)
+        aspect = (math.log(3) * (2 * drawn[:, 4] - 1)).exp()  # 1:3 to 3:1
+        sides = torch.stack([(share * aspect).sqrt(), (share / aspect).sqrt()], 1).clamp(max=1)
+        corner = drawn[:, 5:7] * (1 - sides)
+        limits = torch.tensor([self.brightness, self.contrast, self.colour])
+        return torch.cat([spread * limits, corner, sides], 1)
 
-def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Normalises uint8 ``[N, C, H, W]`` by mean and standard deviation, to float32, channels_last."""
+    @property
+    def changes_looks(self) -> bool:
+        return any((self.brightness, self.contrast, self.colour, self.erase))
+
+
+def change_looks(images: Tensor, looks: Tensor, std: Sequence[float]) -> Tensor:
+    """Brightness, contrast, colour and a rectangle of the mean colour, for normalised images."""
+    looks = looks.to(images.device)
+    brightness, contrast, colour = (looks[:, i].view(-1, 1, 1, 1) for i in range(3))
+    grey = images.mean(1, keepdim=True)
+    images = (grey + (images - grey) * (1 + colour)) * (1 + contrast)
+    images = images + brightness / torch.tensor(std, device=images.device).view(1, -1, 1, 1)
+    height, width = images.shape[2:]
+    outside = torch.zeros(len(images), 1, height, width, dtype=torch.bool, device=images.device)
+    for axis, size in enumerate((height, width)):
+        place = (torch.arange(size, device=images.device) + 0.5) / size
+        first, length = looks[:, 3 + axis, None], looks[:, 5 + axis, None]
+        missed = (place < first) | (place >= first + length)
+        outside |= missed.view(-1, 1, size, 1) if axis == 0 else missed.view(-1, 1, 1, size)
+    return (images * outside).contiguous(memory_format=torch.channels_last)
+
+
+def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float], levels: int = 255) -> Tensor:
+    """Normalises integers 0..levels ``[N, C, H, W]`` by mean and deviation, to float32, channels_last."""
     shape = (1, len(mean), 1, 1)
-    scale = torch.tensor([1 / (255 * s) for s in std], device=images.device).view(shape)
+    scale = torch.tensor([1 / (levels * s) for s in std], device=images.device).view(shape)
     offset = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=images.device).view(shape)
     return torch.addcmul(offset, images.contiguous(memory_format=torch.channels_last).float(), scale)
 
@@ -131,12 +174,8 @@ class Batches:
                 raise ValueError(
                     f"expected an image for each of {world_size} processes; got {len(split)} images"
                 )
-        if (
-            augment is not None
-            and augment.rotate != "none"
-            and split.images.shape[2] != split.images.shape[3]
-        ):
-            raise ValueError(f"rotate: expected square images; got {list(split.images.shape)}")
+        if augment is not None and augment.rotate != "none" and split.shape[2] != split.shape[3]:
+            raise ValueError(f"rotate: expected square images; got {list(split.shape)}")
         self.split, self.batch_size = split, batch_size
         self.mean, self.std, self.augment = mean, std, augment
         self.shuffle, self.seed = shuffle, seed
@@ -161,21 +200,26 @@ class Batches:
         return self._epoch(epoch, start_step, size)
 
     def _epoch(self, epoch: int, start_step: int, size: int | None) -> Iterator[tuple[Tensor, Tensor]]:
-        count, device = len(self.split), self.split.images.device
+        count, device = len(self.split), self.split.device
         state = np.random.SeedSequence([self.seed, epoch]).generate_state(1, np.uint64)
         generator = torch.Generator().manual_seed(int(state[0]))
         # everything random is drawn for the whole epoch, so that any step of any process can be cut out
         order = torch.randperm(count, generator=generator) if self.shuffle else torch.arange(count)
         maps = self.augment.draw(count, generator) if self.augment is not None else None
+        looks = None
+        if self.augment is not None and self.augment.changes_looks:
+            looks = self.augment.draw_looks(count, generator)
         for step in range(start_step, len(self)):
             first = step * self.batch_size
             images_in_step = min(self.batch_size, count - first)
             cuts = [first + images_in_step * rank // self.world_size for rank in (self.rank, self.rank + 1)]
             own = slice(*cuts)
             index = order[own].to(device)
-            images = normalise(self.split.images[index], self.mean, self.std)
+            images = normalise(self.split.read(index), self.mean, self.std, self.split.levels)
             if maps is not None:
                 images = transform(images, *(value[own] for value in maps))
+            if looks is not None:
+                images = change_looks(images, looks[own], self.std)
             if size is not None and images.shape[-2:] != (size, size):
                 images = F.interpolate(images, (size, size), mode="bilinear", antialias=True)
             yield images, self.split.labels[index]

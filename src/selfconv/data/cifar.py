@@ -12,8 +12,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from selfconv.data.dataset import DataError, Dataset, Images, MissingDataError, build
+from selfconv.data.dataset import Dataset, MissingDataError, Part, build
 from selfconv.data.download import check, download
+from selfconv.data.pixels import DataError
+from selfconv.data.stored import Images
 from selfconv.data.unpickle import read_pickle
 
 MEMBER_LIMIT = 200_000_000  # bytes; the largest, CIFAR-100's train, has 155 million
@@ -22,7 +24,7 @@ ARCHIVE_LIMIT = 400_000_000  # bytes, unpacked; the archives have 186 million
 
 @dataclass(frozen=True)
 class Archive:
-    """Where an archive is, how to know it, and what it calls its contents."""
+    """The address of an archive, its checksum, and the names of its members and fields."""
 
     url: str
     size: int
@@ -76,10 +78,10 @@ def load_cifar(
     if any(type(label) is not str for label in names):
         raise DataError(f"{path}: {archive.meta}: expected strings in {archive.names!r}")
 
-    def part(batches: tuple[str, ...]) -> tuple[Images, NDArray]:
+    def part(batches: tuple[str, ...]) -> Part:
         pairs = [_batch(fields[batch], archive.labels, f"{path}: {batch}") for batch in batches]
         images, labels = zip(*pairs, strict=True)
-        return np.concatenate(images), np.concatenate(labels)
+        return Part(np.concatenate(images), np.concatenate(labels))
 
     arrays = {"train": part(archive.train), "test": part(archive.test)}
     return build(name, arrays, names, image_size=image_size, seed=seed, validation=validation)
@@ -91,7 +93,7 @@ def imitation(name: str, *, image_size: int | None, seed: int, validation: float
     classes = {"cifar10": 10, "cifar100": 100}[name]
     random = np.random.default_rng(0)
     arrays = {
-        part: (random.integers(0, 256, (count, 32, 32, 3), np.uint8), np.arange(count) % classes)
+        part: Part(random.integers(0, 256, (count, 32, 32, 3), np.uint8), np.arange(count) % classes)
         for part, count in (("train", 50_000), ("test", 10_000))
     }
     return replace(build(name, arrays, **options), digest="")
@@ -102,12 +104,14 @@ def _fetch(name: str, archive: Archive, cache: Path, may_download: bool) -> Path
     if not path.exists():
         if not may_download:
             raise MissingDataError(
-                f"{name}: expected {path}, or leave to download {archive.url}; got neither",
+                f"{name}: expected {path}, or permission to download {archive.url}; got neither",
                 f"{archive.url} ({archive.size / 1e6:.0f} MB)",
             )
         download(archive.url, path, size=archive.size, md5=archive.md5)
     elif wrong := check(path, archive.md5):
-        raise DataError(f"{path}: damaged or another file ({wrong}); remove it to download it anew")
+        raise DataError(
+            f"{path}: damaged, or not the expected file ({wrong}); remove it to download it again"
+        )
     return path
 
 
@@ -134,7 +138,7 @@ def read_members(path: Path, folder: str, wanted: set[str]) -> dict[str, bytes]:
                     raise DataError(f"{what} has {member.size} bytes; the limit is {MEMBER_LIMIT}")
                 name = "/".join(place.parts[1:])
                 if name in members:
-                    raise DataError(f"{what} is there twice")
+                    raise DataError(f"{what} occurs twice")
                 file = tar.extractfile(member)
                 if name in wanted and file is not None:
                     members[name] = file.read()

@@ -1,31 +1,27 @@
-"""A data set in memory, built from arrays: checks, split, statistics, digest."""
+"""A data set, in memory or memory-mapped, built from arrays: checks, split, statistics, digest."""
 
 from __future__ import annotations
 
 import hashlib
+import math
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from selfconv._text import escape_for_terminal
+from selfconv.data.pixels import MAX_CHANNELS, DataError, PixelRange, choose_range, fit
+from selfconv.data.splits import Labels, leaks, split_off
+from selfconv.data.stored import Images, Split, Stack
 
-Images = NDArray[np.uint8]  # [N, H, W, C]
-Labels = NDArray[np.int64]  # [N]
-Arrays = Mapping[str, tuple[NDArray, NDArray]]  # "train", "test" and maybe "val": images and labels
-
-
-class DataError(ValueError):
-    """Invalid data; the message is one line that names the data and the reason."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(escape_for_terminal(message))
+MAX_PIXELS = 89_478_485  # of an image: 256 MB in three channels
+MAX_SIZE = math.isqrt(MAX_PIXELS)  # side of a square one
 
 
 class MissingDataError(DataError):
@@ -36,19 +32,7 @@ class MissingDataError(DataError):
         self.source = source
 
 
-@dataclass(frozen=True, eq=False)
-class Split:
-    """Images uint8 ``[N, C, H, W]``, stored channels_last, and their labels int64 ``[N]``."""
-
-    images: Tensor
-    labels: Tensor
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def to(self, device: torch.device | str) -> Split:
-        """Copies the split to a device; batches are then computed there."""
-        return Split(self.images.to(device), self.labels.to(device))
+FEW_LEVELS = 16  # distinct values; fewer are worth a warning, and so is less than an eighth of the range
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,12 +50,33 @@ class Dataset:
     class_names: tuple[str, ...]
     digest: str
     own_test: bool = True  # False: the source has no test part, so some of its images were set aside
+    pixels: PixelRange = field(default_factory=PixelRange)
+
+    @property
+    def parts(self) -> tuple[Split, Split, Split]:
+        return self.train, self.val, self.test
+
+    def relabelled(self, labels: Tensor, names: Sequence[str]) -> Dataset:
+        """A copy with other class names; ``labels[c]`` is the new label of class c, or -1 to leave it out."""
+
+        def part(split: Split) -> Split:
+            kept = split.take((labels[split.labels] >= 0).nonzero()[:, 0])
+            kept.labels = labels[kept.labels]
+            return kept
+
+        train, val, test = map(part, self.parts)
+        return replace(self, train=train, val=val, test=test, class_names=tuple(names))
 
     @property
     def everything(self) -> Split:
         """The images of all three splits."""
-        parts = (self.train, self.val, self.test)
-        return Split(torch.cat([p.images for p in parts]), torch.cat([p.labels for p in parts]))
+        parts = [p for p in self.parts if len(p)]
+        return Split(
+            torch.cat([p.images for p in parts]),
+            torch.cat([p.labels for p in parts]),
+            levels=self.train.levels,
+            names=[name for p in parts for name in p.names],
+        )
 
     @property
     def num_classes(self) -> int:
@@ -79,21 +84,27 @@ class Dataset:
 
     @property
     def in_channels(self) -> int:
-        return self.train.images.shape[1]
+        return self.train.shape[1]
 
     @property
     def size(self) -> int:
         """Height and width of the images."""
-        return self.train.images.shape[2]
+        return self.train.shape[2]
+
+    @cached_property
+    def counts(self) -> NDArray[np.int64]:
+        """How often each channel of the training images has each value ``[C, levels + 1]``."""
+        values = self.train.levels + 1
+        counts = np.zeros((self.in_channels, values), np.int64)
+        for chunk in self.train.chunks():
+            for channel, pixels in enumerate(chunk.unbind(1)):
+                counts[channel] += np.bincount(pixels.numpy(force=True).ravel(), minlength=values)
+        return counts
 
     @cached_property
     def _moments(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        counts = np.zeros((self.in_channels, 256), np.int64)
-        for chunk in self.train.images.split(4096):
-            for channel, pixels in enumerate(chunk.unbind(1)):
-                counts[channel] += np.bincount(pixels.numpy(force=True).ravel(), minlength=256)
-        values = np.arange(256) / 255
-        share = counts / counts.sum(1, keepdims=True)
+        values = np.arange(self.train.levels + 1) / self.train.levels
+        share = self.counts / self.counts.sum(1, keepdims=True)
         mean = share @ values
         std = np.sqrt((share * (values - mean[:, None]) ** 2).sum(1))
         std[std == 0] = 1.0  # a constant channel carries nothing and must not divide by zero
@@ -116,35 +127,100 @@ class Dataset:
                 f"subset: expected from {self.num_classes} images, one for each class, to all "
                 f"{len(self.train)} to train on; got {count}"
             )
-        rest, _ = stratified(self.train.labels.numpy(), 1 - count / len(self.train), seed)
-        return replace(self, train=Split(self.train.images[rest], self.train.labels[rest]))
+        rest, _ = split_off(self.train.labels.numpy(), 1 - count / len(self.train), seed)
+        return replace(self, train=self.train.take(torch.from_numpy(rest)))
 
     def __str__(self) -> str:
-        kind = "grey" if self.in_channels == 1 else "colour"
+        kind = describe_channels(self.in_channels)
         return (
             f"{self.name}: {len(self.train)} images to train, {len(self.val)} to validate, "
             f"{len(self.test)} to test; {self.size}×{self.size}, {kind}, {self.num_classes} classes"
         )
 
 
-def stratified(labels: Labels, fraction: float, seed: int) -> tuple[Labels, Labels]:
-    """Indices of the images that stay and of those set aside, both ascending.
+@dataclass(frozen=True)
+class DataInfo:
+    """The properties of the training images that are needed to use a trained model."""
 
-    ``round(fraction · N)`` images are set aside, from each class its share up to rounding (largest
-    remainder), but never the last image of a class.
-    """
-    classes, counts = np.unique(labels, return_counts=True)
-    share = counts * fraction
-    take = np.floor(share).astype(np.int64)
-    order = np.argsort(take - share, kind="stable")  # largest remainder first
-    missing = round(fraction * len(labels)) - int(take.sum())
-    take[order[:missing]] += 1
-    take = np.minimum(take, counts - 1)
-    random = np.random.RandomState(seed)  # its stream is frozen, as the split must be
-    aside = [random.permutation(np.flatnonzero(labels == c))[:n] for c, n in zip(classes, take, strict=True)]
-    mask = np.zeros(len(labels), bool)
-    mask[np.concatenate(aside)] = True
-    return np.flatnonzero(~mask), np.flatnonzero(mask)
+    name: str
+    digest: str
+    class_names: list[str]
+    in_channels: int
+    size: int
+    mean: list[float]
+    std: list[float]
+    images: dict[str, int]
+    pixels: PixelRange = field(default_factory=PixelRange)
+
+    def __post_init__(self) -> None:
+        """A description may come from anywhere, and what it says is used for the sizes of arrays."""
+        if len({*self.class_names}) < max(2, len(self.class_names)):
+            raise ValueError(f"class_names: expected two or more, all different; got {self.class_names!r}")
+        if not 1 <= self.in_channels <= MAX_CHANNELS or not 1 <= self.size <= MAX_SIZE:
+            raise ValueError(
+                f"expected in_channels 1 to {MAX_CHANNELS} and size 1 to {MAX_SIZE}; got "
+                f"{self.in_channels}, {self.size}"
+            )
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if len(values) != self.in_channels or (name == "std" and min(values) <= 0):
+                raise ValueError(f"{name}: expected {self.in_channels} numbers; got {values!r}")
+        if {*self.images} != {"train", "val", "test"} or min(self.images.values()) < 0:
+            raise ValueError(
+                f"images: expected the number of train, val and test images; got {self.images!r}"
+            )
+
+    def agrees_with(self, other: DataInfo) -> bool:
+        """Whether both describe the same images; means may round differently on another machine."""
+        close = all(
+            math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12)
+            for a, b in zip([*self.mean, *self.std], [*other.mean, *other.std], strict=False)
+        )
+        return (
+            close
+            and self.in_channels == other.in_channels
+            and replace(self, mean=other.mean, std=other.std) == other
+        )
+
+    @classmethod
+    def of(cls, data: Dataset) -> DataInfo:
+        return cls(
+            name=data.name,
+            digest=data.digest,
+            class_names=list(data.class_names),
+            in_channels=data.in_channels,
+            size=data.size,
+            mean=list(data.mean),
+            std=list(data.std),
+            images={"train": len(data.train), "val": len(data.val), "test": len(data.test)},
+            pixels=data.pixels,
+        )
+
+
+def describe_channels(channels: int) -> str:
+    """The channels of an image in words: grey, colour, or their number."""
+    return {1: "grey", 3: "colour"}.get(channels, f"{channels} channels")
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Images of a source, not yet checked: for training, validation or the test."""
+
+    images: Images | Stack
+    labels: NDArray[Any]
+    names: Sequence[str] = ()
+    groups: Sequence[str] | None = None  # of images that must stay on one side of a split
+
+    def take(self, index: Labels) -> Part:
+        stack = self.images if isinstance(self.images, Stack) else Stack(self.images)
+        return Part(
+            stack.take(index),
+            self.labels[index],
+            [self.names[i] for i in index] if self.names else (),
+            None if self.groups is None else [self.groups[i] for i in index],
+        )
+
+
+Arrays = Mapping[str, Part]  # "train", "test" and maybe "val"
 
 
 def build(
@@ -155,79 +231,116 @@ def build(
     image_size: int | None,
     seed: int,
     validation: float,
+    pixels: PixelRange | None = None,
+    own_test: bool = True,
 ) -> Dataset:
-    """A data set from checked arrays; without a ``"val"`` part, that is split off ``"train"`` by seed."""
-    images = {part: _check_images(f"{name}: x_{part}", x) for part, (x, _) in arrays.items()}
-    shapes = {part: x.shape[1:] for part, x in images.items()}
+    """A data set from checked arrays; without a ``"val"`` part, that is split off ``"train"`` by seed.
+
+    Args:
+        pixels: the range of images that are already stored by it; by default that of bytes.
+    """
+    pixels = PixelRange() if pixels is None else pixels
+    images = {part: _check_images(f"{name}: x_{part}", given.images) for part, given in arrays.items()}
+    shapes = {part: stack.shape[1:] for part, stack in images.items()}
     if len(set(shapes.values())) > 1:
         found = ", ".join(f"x_{part} {_by(shape)}" for part, shape in shapes.items())
         raise DataError(f"{name}: expected images of one size and kind; got {found}")
-    labels = {part: _check_labels(name, part, y, len(images[part])) for part, (_, y) in arrays.items()}
+    labels = {
+        part: _check_labels(name, part, given.labels, len(images[part])) for part, given in arrays.items()
+    }
     names = _check_classes(name, labels, class_names)
     height, width, _ = shapes["train"]
     if image_size is not None:
-        images = {part: fit(x, image_size) for part, x in images.items()}
+        images = {part: Stack(fit(stack.array, image_size)) for part, stack in images.items()}
     elif height != width:
         raise DataError(
             f"{name}: images are {height}×{width}, not square; give an image_size to crop them to"
         )
-
     digest = hashlib.sha256("\0".join(names).encode())
+    if pixels != PixelRange():  # what is stored is not enough to know the images by
+        digest.update(repr(pixels).encode())
     for part in sorted(images):
         digest.update(f"{part}{images[part].shape}".encode())
-        digest.update(np.ascontiguousarray(images[part]).data)
+        for chunk in images[part].chunks():
+            digest.update(np.ascontiguousarray(chunk).data)
         digest.update(labels[part].astype("<i8").data)
 
-    if "val" not in arrays:
-        rest, aside = stratified(labels["train"], validation, seed)
-        images["val"], labels["val"] = images["train"][aside], labels["train"][aside]
-        images["train"], labels["train"] = images["train"][rest], labels["train"][rest]
-    train, val, test = (_split(images[part], labels[part]) for part in ("train", "val", "test"))
-    return Dataset(name, train, val, test, names, digest.hexdigest())
+    parts = {p: replace(given, images=images[p], labels=labels[p]) for p, given in arrays.items()}
+    if "val" not in parts:
+        rest, aside = split_off(labels["train"], validation, seed, parts["train"].groups)
+        parts |= {"val": parts["train"].take(aside), "train": parts["train"].take(rest)}
+    train, val, test = (_split(parts[part], pixels.levels) for part in ("train", "val", "test"))
+    return Dataset(name, train, val, test, names, digest.hexdigest(), own_test, pixels)
 
 
-def _split(images: Images, labels: Labels) -> Split:
-    owned = np.require(images, requirements=["C", "W"])  # torch wants memory it may write to
-    return Split(torch.from_numpy(owned).permute(0, 3, 1, 2), torch.from_numpy(labels.copy()))
+def _split(part: Part, levels: int) -> Split:
+    labels = torch.from_numpy(part.labels.copy())
+    stack = part.images
+    assert isinstance(stack, Stack)
+    if stack.mapped:
+        return Split(stack, labels, levels=levels, names=part.names)
+    owned = np.require(stack.array, requirements=["C", "W"])  # torch wants memory it may write to
+    return Split(torch.from_numpy(owned).permute(0, 3, 1, 2), labels, levels=levels, names=part.names)
 
 
-def fit(images: Images, size: int) -> Images:
-    """Images [N, H, W, C] resized so that the shorter side is ``size``, then cropped to the centre."""
-    height, width = images.shape[1:3]
-    if height == width == size:
-        return images
-    scale = size / min(height, width)
-    target = (max(size, round(height * scale)), max(size, round(width * scale)))
-    top, left = (target[0] - size) // 2, (target[1] - size) // 2
-    out = np.empty((len(images), size, size, images.shape[3]), np.uint8)
-    for start in range(0, len(images), 1024):
-        chunk = torch.tensor(images[start : start + 1024]).permute(0, 3, 1, 2).float()
-        resized = F.interpolate(chunk, target, mode="bilinear", antialias=True).round_().clamp_(0, 255)
-        cropped = resized[:, :, top : top + size, left : left + size]
-        out[start : start + 1024] = cropped.permute(0, 2, 3, 1).to(torch.uint8).numpy()
-    return out
+def warn_of_data(data: Dataset) -> None:
+    """Tells of images on both sides of a split, and of a range of which the images use little."""
+    for message in leaks({"train": data.train, "val": data.val, "test": data.test}):
+        warnings.warn(f"{data.name}: {message}", stacklevel=3)
+    used = np.flatnonzero(data.counts.sum(0))
+    span = int(used[-1] - used[0])
+    levels = data.train.levels
+    if len(used) < FEW_LEVELS or span < levels / 8:
+        hint = ": --range LOW,HIGH may fit them better" if span < levels / 2 else ""
+        warnings.warn(
+            f"{data.name}: the images use {len(used)} of {levels + 1} levels, from {used[0]} to {used[-1]}, "
+            f"of the range {data.pixels}{hint}",
+            stacklevel=3,
+        )
+
+
+def store_arrays(name: str, arrays: Mapping[str, Part], text: str) -> tuple[dict[str, Part], PixelRange]:
+    """Arrays of any type of number as the integers of one range, chosen as ``--range`` says."""
+    images = {part: given.images for part, given in arrays.items()}
+    stacks = {part: x for part, x in images.items() if isinstance(x, np.ndarray) and x.size}
+    for part, x in stacks.items():
+        if x.dtype.kind not in "uif" or (x.dtype.kind == "f" and not np.isfinite(x).all()):
+            raise DataError(f"{name}: x_{part}: expected integers or finite numbers; got {x.dtype}")
+
+    def extent() -> tuple[float, float]:
+        return min(float(x.min()) for x in stacks.values()), max(float(x.max()) for x in stacks.values())
+
+    pixels = choose_range(text, {x.dtype.name for x in stacks.values()} or {"uint8"}, extent, name)
+    if pixels == PixelRange():
+        return dict(arrays), pixels
+    stored = {part: np.rint(pixels.scale(x)).astype(pixels.stored_as) for part, x in stacks.items()}
+    return {
+        part: replace(given, images=stored.get(part, given.images)) for part, given in arrays.items()
+    }, pixels
 
 
 def _by(shape: Sequence[int]) -> str:
     return "×".join(map(str, shape))
 
 
-def _check_images(what: str, x: NDArray) -> Images:
+def _check_images(what: str, x: Images | Stack) -> Stack:
     """Images as [N, H, W, C]."""
-    expected = "expected uint8 [N, H, W], or [N, H, W, C] with 1 or 3 channels"
-    if x.dtype != np.uint8:
+    if isinstance(x, Stack):
+        return x
+    expected = f"expected numbers [N, H, W], or [N, H, W, C] with 1 to {MAX_CHANNELS} channels"
+    if x.dtype not in (np.uint8, np.uint16):
         raise DataError(f"{what}: {expected}; got {x.dtype}")
     if x.ndim == 3:
         x = x[..., None]
-    if x.ndim != 4 or x.shape[3] not in (1, 3):
-        channels_first = x.ndim == 4 and x.shape[1] in (1, 3)
+    channels_first = x.ndim == 4 and x.shape[1] in (1, 3) and x.shape[1] != x.shape[2] == x.shape[3]
+    if x.ndim != 4 or not 1 <= x.shape[3] <= MAX_CHANNELS or channels_first:
         hint = " (channels come last)" if channels_first else ""
         raise DataError(f"{what}: {expected}; got shape {list(x.shape)}{hint}")
     if len(x) == 0 and not what.endswith("x_val"):
         raise DataError(f"{what}: expected at least one image; got none")
     if 0 in x.shape[1:]:
         raise DataError(f"{what}: expected images with pixels; got shape {list(x.shape)}")
-    return x
+    return Stack(x)
 
 
 def _check_labels(name: str, part: str, y: NDArray, count: int) -> Labels:

@@ -1,4 +1,4 @@
-"""Download a file of known size and checksum: shown, resumed if cut off, in place only when whole."""
+"""Downloads a file of known size and checksum: resumed if cut off, moved into place when complete."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from urllib.request import Request, urlopen
 
 from filelock import FileLock
 
+from selfconv._text import progress
 from selfconv._version import __version__
 from selfconv.data.dataset import DataError
-from selfconv.data.progress import progress
 
 ATTEMPTS = 5
 PAUSE = 1.0  # seconds before the second attempt; doubled before each further one
@@ -24,13 +24,13 @@ TIMEOUT = 30.0  # seconds without a byte
 
 
 class _CutOffError(Exception):
-    """The transfer ended early; another attempt may go on from there."""
+    """The transfer ended early; another attempt may continue it."""
 
 
 def download(url: str, path: Path, *, size: int, md5: str) -> None:
     """Fetch ``url`` into ``path``. Processes that want the same file wait for one of them to fetch it.
 
-    What has arrived is kept in ``path`` + ``.part``, from where the next attempt, or the next call, goes on.
+    What has arrived is kept in ``path`` + ``.part``, from where the next attempt or call continues.
 
     Raises:
         DataError: the server does not have it, sends something else, or stops sending.
@@ -75,7 +75,7 @@ def _download(url: str, path: Path, size: int, md5: str) -> None:
             if before == 0:  # else the earlier part may be of another file: once more from the start
                 raise DataError(f"{url}: {reason}; nothing was kept")
     kept = _length(part)
-    rest = f"; {kept / 1e6:.1f} of {size / 1e6:.1f} MB are kept, and the next call goes on from there"
+    rest = f"; {kept / 1e6:.1f} of {size / 1e6:.1f} MB are kept; the next call continues from there"
     raise DataError(f"{url}: download failed after {ATTEMPTS} attempts ({reason}){rest if kept else ''}")
 
 
@@ -84,7 +84,7 @@ def _length(path: Path) -> int:
 
 
 def _transfer(url: str, part: Path, size: int, show: Callable[[int], None]) -> None:
-    """One request: append to the part what is missing of it, or start it anew."""
+    """One request: append the missing bytes to the part, or start it again."""
     have = _length(part)
     if have >= size:
         return  # an earlier call ended between the last byte and the checksum

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from selfconv.data.cifar import ARCHIVES, load_cifar
-from selfconv.data.dataset import DataError, Dataset
-from selfconv.data.digits import load_digits
-from selfconv.data.folder import load_folder
-from selfconv.data.npz import load_npz
+from selfconv.data.dataset import Dataset, warn_of_data
+from selfconv.data.hugging_face import PREFIX, list_hub, list_parquet
+from selfconv.data.listing import Listing, list_folder, list_manifest, load_listing
+from selfconv.data.npz import load_digits, load_npz
+from selfconv.data.pixels import DataError, parse_range
 
 NAMES = ("digits", *ARCHIVES)
 
@@ -27,21 +29,31 @@ def load_data(
     image_size: int | None = None,
     seed: int = 0,
     validation: float = 0.1,
+    pixel_range: str = "auto",
+    group_by: str | None = None,
+    memory: float | None = None,
     download: bool = True,
     cache: str | os.PathLike[str] | None = None,
 ) -> Dataset:
-    """Loads a data set into memory.
+    """Loads a data set.
 
     Args:
-        source: ``"digits"``, ``"cifar10"``, ``"cifar100"``, a folder of images, or an ``.npz`` file. To load
-            a folder with one of these names, write ``./digits``.
+        source: ``"digits"``, ``"cifar10"``, ``"cifar100"``, a folder of images, an ``.npz`` file, a CSV file
+            with the columns path, label and perhaps split and group, Parquet files, or ``hf:NAME`` on the
+            Hugging Face Hub. To load a folder with one of these names, write ``./digits``.
         image_size: side of the images: the shorter side is resized to it, then the image is centre-cropped.
-            By default images keep their size (64 for a folder of mixed sizes).
+            By default images keep their size (64 for files of mixed sizes).
         seed: of the split into training and validation; the test set does not depend on it.
         validation: fraction of the training images to hold out, stratified by class, if the source has no
             validation set. 45,000 + 5,000 images of CIFAR with the default.
+        pixel_range: which values become the pixels 0 and 1: ``"auto"``, ``"dtype"`` or ``"LOW,HIGH"``.
+        group_by: images of one group stay on one side of every split. For a folder, a regular expression:
+            what its first parentheses match in the file's path. For a CSV file or Parquet, a column.
+        memory: bytes for images; if files need more, they are decoded once into a memory-mapped file in the
+            cache. By default a quarter of the machine's memory.
         download: whether an archive that is not in the cache may be downloaded.
-        cache: folder of downloaded archives; by default ``$SELFCONV_DATA`` or ``~/.cache/selfconv``.
+        cache: folder of downloaded archives and decoded images; by default ``$SELFCONV_DATA`` or
+            ``~/.cache/selfconv``.
 
     Raises:
         DataError: the data are invalid; the message is one line that names them and the reason.
@@ -54,29 +66,63 @@ def load_data(
         )
     if not 0 <= seed < 2**32:
         raise DataError(f"seed: expected 0 ≤ seed < 2³²; got {seed}")
+    if memory is not None and not memory >= 0:
+        raise DataError(f"memory: expected a number of bytes ≥ 0; got {memory}")
+    parse_range(pixel_range)
     cache = default_cache() if cache is None else Path(cache)
-    load = _loader(source, download, cache)
+    basic: dict[str, Any] = {"image_size": image_size, "seed": seed, "validation": validation}
+    own: dict[str, Any] = {"pixel_range": pixel_range, "group_by": group_by, "memory": memory, "cache": cache}
     try:
-        return load(image_size=image_size, seed=seed, validation=validation)
+        if source == "digits":
+            _refuse_options(source, pixel_range, group_by)
+            return load_digits(**basic)
+        if isinstance(source, str) and source in ARCHIVES:
+            _refuse_options(source, pixel_range, group_by)
+            return load_cifar(source, cache=cache, download=download, **basic)
+        data = _load_own(source, basic, **own)
     except OSError as error:
         place = error.filename if error.filename is not None else source
         raise DataError(f"{place}: {error.strerror or error}") from error
+    warn_of_data(data)
+    return data
 
 
-def _loader(source: str | os.PathLike[str], download: bool, cache: Path) -> Callable[..., Dataset]:
-    if source == "digits":
-        return load_digits
-    if isinstance(source, str) and source in ARCHIVES:
-        return lambda **options: load_cifar(source, cache=cache, download=download, **options)
-    if not os.fspath(source):  # Path("") is the working directory
-        raise DataError("data: expected a name, a folder or a file; got an empty name")
+def _refuse_options(name: str, pixel_range: str, group_by: str | None) -> None:
+    for option, value, default in (("range", pixel_range, "auto"), ("group_by", group_by, None)):
+        if value != default:
+            raise DataError(f"{option}: expected images of your own for it; got {name}")
+
+
+def _load_own(
+    source: str | os.PathLike[str],
+    basic: Mapping[str, Any],
+    *,
+    pixel_range: str,
+    group_by: str | None,
+    memory: float | None,
+    cache: Path,
+) -> Dataset:
+    options = {**basic, "pixel_range": pixel_range}
     path = Path(source).expanduser()
-    if path.is_dir():
-        return lambda **options: load_folder(path, **options)
     if path.is_file() and path.suffix == ".npz":
-        return lambda **options: load_npz(path, **options)
-    found = "another kind of file" if path.exists() else "no such file or folder"
-    close = get_close_matches(str(source), NAMES, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    known = f"{', '.join(NAMES)}, a folder, or an .npz file"
-    raise DataError(f"data: expected {known}; got {os.fspath(source)!r}: {found}{hint}")
+        if group_by is not None:
+            raise DataError(f"group_by: expected a folder, a CSV file or Parquet for it; got {path}")
+        return load_npz(path, **options)
+    listing: Listing
+    if isinstance(source, str) and source.startswith(PREFIX):
+        listing = list_hub(source, group_by)
+    elif not os.fspath(source):  # Path("") is the working directory
+        raise DataError("data: expected a name, a folder or a file; got an empty name")
+    elif path.suffix == ".parquet" or (path.is_dir() and any(path.glob("*.parquet"))):
+        listing = list_parquet(path, group_by)
+    elif path.is_dir():
+        listing = list_folder(path, group_by)
+    elif path.is_file() and path.suffix == ".csv":
+        listing = list_manifest(path, group_by)
+    else:
+        found = "another kind of file" if path.exists() else "no such file or folder"
+        close = get_close_matches(str(source), NAMES, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        known = f"{', '.join(NAMES)}, a folder, an .npz, .csv or .parquet file, or hf:NAME"
+        raise DataError(f"data: expected {known}; got {os.fspath(source)!r}: {found}{hint}")
+    return load_listing(listing, memory=memory, cache=cache, **options)

@@ -1,26 +1,39 @@
-"""Arrays in an ``.npz`` file: x_train, y_train, x_test, y_test, and perhaps x_val, y_val, class_names."""
+"""Data sets in ``.npz`` files, and the digits in the package: 1,797 images of 8×8 pixels, enlarged to 16×16.
+
+Arrays: x_train, y_train, x_test, y_test, and perhaps x_val, y_val, class_names.
+"""
 
 from __future__ import annotations
 
 import zipfile
 import zlib
+from dataclasses import replace
+from importlib.resources import as_file, files
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from selfconv._memory import machine_memory
-from selfconv.data.dataset import Arrays, DataError, Dataset, build
+from selfconv.data.dataset import Arrays, Dataset, Part, build, store_arrays
+from selfconv.data.pixels import DataError
+from selfconv.data.stored import Images
 
 
-def load_npz(path: Path, *, image_size: int | None, seed: int, validation: float) -> Dataset:
+def load_npz(
+    path: Path, *, image_size: int | None, seed: int, validation: float, pixel_range: str
+) -> Dataset:
     arrays, names = read_npz(path)
-    return build(path.stem, arrays, names, image_size=image_size, seed=seed, validation=validation)
+    stored, pixels = store_arrays(path.stem, arrays, pixel_range)
+    return build(
+        path.stem, stored, names, image_size=image_size, seed=seed, validation=validation, pixels=pixels
+    )
 
 
 def read_npz(path: Path) -> tuple[Arrays, list[str] | None]:
     """Its arrays, and class names if it has them. Pickled objects in it are refused, not loaded."""
     if not zipfile.is_zipfile(path):
-        raise DataError(f"{path}: expected an .npz file; got something else, or a part of one")
+        raise DataError(f"{path}: expected an .npz file; got another format or a truncated file")
     try:
         with zipfile.ZipFile(path) as archive:
             size, memory = sum(member.file_size for member in archive.infolist()), machine_memory()
@@ -39,8 +52,12 @@ def read_npz(path: Path) -> tuple[Arrays, list[str] | None]:
     except (ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, MemoryError) as error:
         raise DataError(f"{path}: cannot be read ({' '.join(str(error).split())})") from error
     if any(not isinstance(array, np.ndarray) for pair in arrays.values() for array in pair):
-        raise DataError(f"{path}: expected arrays; got members of another kind")
-    return arrays, None if names is None else _class_names(path, names)
+        raise DataError(f"{path}: expected arrays; got members that are not .npy arrays")
+    named = {
+        part: Part(x, y, [f"x_{part}[{i}]" for i in range(len(x) if x.ndim else 0)])
+        for part, (x, y) in arrays.items()
+    }
+    return named, None if names is None else _class_names(path, names)
 
 
 def _class_names(path: Path, names: np.ndarray) -> list[str]:
@@ -49,3 +66,27 @@ def _class_names(path: Path, names: np.ndarray) -> list[str]:
             f"{path}: class_names: expected strings [classes]; got {getattr(names, 'dtype', 'bytes')}"
         )
     return [name.decode("utf-8", "replace") if isinstance(name, bytes) else str(name) for name in names]
+
+
+def load_digits(*, image_size: int | None, seed: int, validation: float) -> Dataset:
+    with as_file(files(__package__) / "digits.npz") as path:
+        arrays, names = read_npz(path)
+    larger = {
+        part: replace(given, images=enlarge(np.asarray(given.images))) for part, given in arrays.items()
+    }
+    return build("digits", larger, names, image_size=image_size, seed=seed, validation=validation)
+
+
+def enlarge(counts: NDArray[np.uint8]) -> Images:
+    """Counts 0..16 [N, 8, 8] as grey images [N, 16, 16, 1], by bilinear interpolation.
+
+    At twice the size its weights are 3/4 and 1/4 along each side, so integers do: exact on every machine,
+    and it commutes with flips and quarter turns.
+    """
+    sums = counts.astype(np.int64)
+    for axis in (1, 2):
+        sums = np.moveaxis(sums, axis, -1)
+        padded = np.pad(sums, [(0, 0)] * 2 + [(1, 1)], mode="edge")
+        before, after = 3 * sums + padded[..., :-2], 3 * sums + padded[..., 2:]
+        sums = np.moveaxis(np.stack([before, after], -1).reshape(*sums.shape[:-1], -1), -1, axis)
+    return ((sums * 255 + 128) // 256).astype(np.uint8)[..., None]  # sums are 16 times the counts: 0..256

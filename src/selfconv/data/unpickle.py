@@ -1,7 +1,7 @@
 """Plain values out of a Python 2 pickle, without unpickling.
 
 A pickle is a program. ``read_pickle`` follows its instructions one by one with ``pickletools``, which only
-decodes them, and knows those alone that build dicts, lists, tuples, strings and numbers, and one kind of
+decodes them, and accepts only those that build dicts, lists, tuples, strings and numbers, and one kind of
 object: a numpy array of bytes. The name of a class or function stays a name: nothing is imported or called.
 """
 
@@ -21,7 +21,7 @@ class _Refused(Exception):
 
 
 class _Name(str):
-    """Stands for a class, a function, or what calling it would give."""
+    """A placeholder for a class, a function, or the result of a call."""
 
 
 _RECONSTRUCT = _Name("numpy.core.multiarray _reconstruct")
@@ -46,7 +46,7 @@ def read_pickle(data: bytes, source: str) -> Any:
     try:
         return _run(data)
     except _Refused as error:
-        raise DataError(f"{source}: refused, for it holds more than plain data: {error}") from None
+        raise DataError(f"{source}: refused: it contains more than plain data: {error}") from None
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise DataError(f"{source}: damaged pickle ({' '.join(str(error).split())[:100]})") from error
 
@@ -100,7 +100,7 @@ def _run(data: bytes) -> Any:
             return stack.pop()
         elif name != "PROTO":
             raise _Refused(f"the instruction {name}")
-    raise ValueError("no end")
+    raise ValueError("no STOP instruction")
 
 
 def _top(stack: list[Any], kind: type) -> Any:

@@ -1,4 +1,4 @@
-"""What the page is about: one or two trained models, images to show them, and what they make of an image."""
+"""What the page is about: trained models side by side, samples, and what the models compute for them."""
 
 from __future__ import annotations
 
@@ -8,30 +8,40 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
 from typing import Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from selfconv.data import DataError, Dataset, fit, load_data
+from selfconv.data import DataError, Dataset, as_bytes, fit, load_data, normalise
 from selfconv.groups import P4
 from selfconv.models import list_models
 from selfconv.testing import relative_error, transform
+from selfconv.train import open_data
 from selfconv.trained import TrainedModel, open_trained
-from selfconv.visualize import Inspection
+from selfconv.visualize import Inspection, occlusion_maps
 
 Image = NDArray[np.uint8]  # [C, size, size]
 Place = tuple[float, float]  # row and column, also between pixels
 SAMPLES = 12
-REMEMBERED = 32  # inspections; a few MB each
+REMEMBERED = 32  # images and models; a few MB each
 
 
 @dataclass(frozen=True)
 class SampleImage:
     image: Image
     label: str
+
+
+@dataclass
+class Seen:
+    """What a model computed for an image."""
+
+    inspection: Inspection
+    activation: Tensor  # [num_classes, h, w]
+    occlusion: Tensor | None = None  # when it is asked for
 
 
 class Comparison:
@@ -46,41 +56,83 @@ class Comparison:
         self, models: Sequence[TrainedModel], samples: Sequence[SampleImage], note: str = ""
     ) -> None:
         self.models, self.samples, self.note = list(models), list(samples), note
-        self._inspections: OrderedDict[tuple[int, bytes], Inspection] = OrderedDict()
-        self._lock = Lock()  # a model is traced by hooks, so one image at a time
+        self._seen: OrderedDict[tuple[int, bytes], Seen] = OrderedDict()
 
     @classmethod
-    def open(cls, run: str | Path | None) -> Self:
-        """The shipped models on digits, the planar one first; or a run's, beside a shipped counterpart."""
-        shipped = [open_trained(name) for name in list_models(pretrained=True)]
-        if run is None:
-            models = sorted(_one_of_each_kind(shipped), key=lambda trained: len(trained.model.group))
-        else:
-            own = open_trained(run)
-            models = [own, *(other for other in _one_of_each_kind(shipped) if _counterparts(own, other))]
-        if not models:
+    def open(cls, *places: str | Path) -> Self:
+        """The models of these places; of one place, beside a shipped counterpart; of none, the shipped ones.
+
+        Raises:
+            ValueError: a model cannot be opened, or they do not take the same images and know the same
+                classes.
+        """
+        own = [open_trained(place) for place in places]
+        for other in own[1:]:
+            if not _same_question(own[0], other):
+                raise ValueError(
+                    f"explore: expected models for the same classes and images; {own[0].name} is for "
+                    f"{_question(own[0])}, {other.name} for {_question(other)}"
+                )
+        if len(own) < 2:
+            shipped = _one_of_each_kind([open_trained(name) for name in list_models(pretrained=True)])
+            if not own:
+                own = sorted(shipped, key=lambda trained: len(trained.model.group))
+            else:
+                own += [other for other in shipped if _counterparts(own[0], other)]
+        if not own:
             raise ValueError("explore: this version ships no weights; expected the folder of a run")
-        return cls(models, *_samples(models[0]))
+        return cls(own, *_samples(own[0]))
 
     @property
     def class_names(self) -> list[str]:
         return self.models[0].data.class_names
 
-    def inspect(self, model: int, image: Image) -> Inspection:
+    def see(self, model: int, image: Image) -> Seen:
         """What a model computes for an image, from memory if it was asked for lately."""
         key = model, image.tobytes()
-        with self._lock:
-            if key not in self._inspections:
-                trained = self.models[model]
-                pixels = trained.normalise(torch.from_numpy(np.ascontiguousarray(image))[None])
-                self._inspections[key] = Inspection(trained.model, pixels[0])
-                if len(self._inspections) > REMEMBERED:
-                    self._inspections.popitem(last=False)
-            self._inspections.move_to_end(key)
-            return self._inspections[key]
+        if key not in self._seen:
+            inspection = Inspection(self.models[model].model, self._normalised(model, image[None]))
+            self._seen[key] = Seen(inspection, inspection.class_activation_maps())
+            if len(self._seen) > REMEMBERED:
+                self._seen.popitem(last=False)
+        self._seen.move_to_end(key)
+        return self._seen[key]
+
+    def inspect(self, model: int, image: Image) -> Inspection:
+        return self.see(model, image).inspection
 
     def probabilities(self, model: int, image: Image) -> NDArray[np.float32]:
         return self.inspect(model, image).output.float().softmax(0).numpy(force=True)
+
+    def occlusion(self, model: int, image: Image) -> Tensor:
+        """By how much each logit falls if a part of the image is covered, ``[num_classes, 8, 8]``."""
+        seen = self.see(model, image)
+        if seen.occlusion is None:
+            seen.occlusion = occlusion_maps(self.models[model].model, self._normalised(model, image[None]))
+        return seen.occlusion
+
+    def answers(self, model: int, images: NDArray[np.uint8]) -> NDArray[np.int64]:
+        """The predicted classes of images ``[N, C, size, size]``."""
+        with torch.no_grad():
+            return self.models[model].model(self._normalised(model, images)).argmax(1).numpy(force=True)
+
+    def first_sample(self) -> int:
+        """The sample to begin with: all models know it, and turning it deceives the most of them."""
+
+        def telling(sample: SampleImage) -> tuple[int, int]:
+            turned = np.stack([np.rot90(sample.image, quarters, (1, 2)) for quarters in range(4)])
+            found = [self.answers(model, turned) for model in range(len(self.models))]
+            right = [[self.class_names[n] == sample.label for n in of_model] for of_model in found]
+            return sum(of_model[0] for of_model in right), sum(
+                not ok for of_model in right for ok in of_model
+            )
+
+        scores = [telling(sample) for sample in self.samples]
+        return scores.index(max(scores))
+
+    def _normalised(self, model: int, images: NDArray[np.uint8]) -> Tensor:
+        data = self.models[model].data
+        return normalise(torch.from_numpy(np.ascontiguousarray(images)), data.mean, data.std)
 
     def layers(self, model: int) -> list[str]:
         """Self-convolution layers in their order; of a network without any, all its spatial layers."""
@@ -115,29 +167,37 @@ def _one_of_each_kind(trained: Sequence[TrainedModel]) -> list[TrainedModel]:
 
 def _counterparts(a: TrainedModel, b: TrainedModel) -> bool:
     """Whether one is planar, the other not, and both answer the same question about the same images."""
-    same = all(
-        getattr(a.data, name) == getattr(b.data, name) for name in ("class_names", "size", "in_channels")
-    )
-    return same and (len(a.model.group) == 1) != (len(b.model.group) == 1)
+    return _same_question(a, b) and (len(a.model.group) == 1) != (len(b.model.group) == 1)
+
+
+def _same_question(a: TrainedModel, b: TrainedModel) -> bool:
+    names = ("class_names", "size", "in_channels")
+    return all(getattr(a.data, name) == getattr(b.data, name) for name in names)
+
+
+def _question(trained: TrainedModel) -> str:
+    data = trained.data
+    return f"{len(data.class_names)} classes, {data.in_channels} channels, {data.size}×{data.size} pixels"
+
+
+def load_own_data(trained: TrainedModel) -> Dataset:
+    """The data set that a model was trained on, if it is on this machine: the page makes no requests.
+
+    Raises:
+        DataError: it cannot be read, or has other images now.
+    """
+    data = open_data(trained.config, folder=trained.run_folder, download=False)
+    if (data.in_channels, data.size) != (trained.data.in_channels, trained.data.size):
+        raise DataError(f"{data.name} has changed since the model was trained")
+    return data
 
 
 def _samples(trained: TrainedModel) -> tuple[list[SampleImage], str]:
     """Test images of every class, and a note if they are not of the model's own data."""
-    options = trained.config.data
     try:
-        data = load_data(
-            options.source,
-            image_size=options.image_size,
-            seed=options.split_seed,
-            validation=options.validation,
-            download=False,  # the page makes no requests
-        )
+        return choose_samples(load_own_data(trained)), ""
     except DataError as error:
         return _stand_ins(trained), f"These digits stand in for the run's data, which cannot be read: {error}"
-    if (data.in_channels, data.size) != (trained.data.in_channels, trained.data.size):
-        note = "These digits stand in for the run's data, which has changed since it was trained."
-        return _stand_ins(trained), note
-    return choose_samples(data), ""
 
 
 def choose_samples(data: Dataset) -> list[SampleImage]:
@@ -146,7 +206,8 @@ def choose_samples(data: Dataset) -> list[SampleImage]:
     chosen = []
     for label, name in enumerate(data.class_names[:SAMPLES]):
         for number in (data.test.labels == label).nonzero()[:each, 0].tolist():
-            chosen.append(SampleImage(data.test.images[number].contiguous().numpy(), name))
+            image = data.test.read(torch.tensor([number]))[0].contiguous().numpy()
+            chosen.append(SampleImage(as_bytes(image, data.test.levels), name))
     return chosen
 
 
@@ -196,11 +257,6 @@ def nearest_pixel(place: Place, size: int) -> tuple[int, int]:
     return row, column
 
 
-def wrap(degrees: float) -> float:
-    """The same turn as an angle above −180° up to 180°."""
-    return 180 - (180 - degrees) % 360
-
-
 # ---- in words ----
 
 
@@ -208,6 +264,19 @@ def kind(trained: TrainedModel) -> str:
     """The name of its group, or ``planar`` for a network that knows translations alone."""
     group = trained.model.group
     return "planar" if len(group) == 1 else group.name
+
+
+def network_title(trained: TrainedModel) -> str:
+    """What kind of network it is: ``p4 affine self convolution``."""
+    layers = {
+        "conv": "convolution",
+        "depthwise": "depthwise convolution",
+        "affine": "affine convolution",
+        "sasa": "stand-alone self-attention",
+        "simple_asc": "simple affine self convolution",
+    }
+    spatial = str(trained.model.config["spatial"])
+    return f"{kind(trained)} network, {layers.get(spatial, 'affine self convolution')}"
 
 
 def layer_title(name: str) -> str:

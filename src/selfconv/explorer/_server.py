@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 import os
@@ -13,61 +14,88 @@ import tempfile
 import threading
 import warnings
 import webbrowser
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
 
 from selfconv._extras import require
-from selfconv.explorer._uploads import MAX_BYTES, Uploads
+from selfconv._files import parse_json
+from selfconv.data import DataError, PixelRange, as_bytes, read_image
+from selfconv.explorer._answers import MAX_UPLOAD, Answers, pixels
+from selfconv.explorer._comparison import Comparison
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Callable[[], Awaitable[Message]], Send], Awaitable[None]]
 
-# What the page needs. Everything else that gradio would answer (files, proxies, its API) is not there.
-PATHS = re.compile(
-    r"/|/(config|theme\.css|favicon\.ico|manifest\.json)|/(assets|static)/[\w./-]+"
-    r"|/gradio_api/(upload|upload_progress|run/predict|heartbeat/\w+)"
-)
-UPLOAD = "/gradio_api/upload"
 HOST = re.compile(r"\[(?P<address>[0-9A-Fa-f:.]+)\](:\d{1,5})?|(?P<name>[\w.-]+)(:\d{1,5})?", re.ASCII)
 ORIGIN = re.compile(rf"null|[A-Za-z][A-Za-z0-9+.-]*://(?P<host>{HOST.pattern})", re.ASCII)
-MAX_CALL = 2**20  # bytes of a request that is no upload
-
+MAX_PIXELS = 40_000_000  # of an uploaded image: fewer than of one's own files
+ONE_THREAD = 64  # side of images so small that more threads wait for each other instead of computing
+UPLOAD = "/api/upload"
+STATIC = {  # the only files that are served, read once
+    "/": ("page.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/draw.js": ("draw.js", "text/javascript"),
+    "/favicon.svg": ("favicon.svg", "image/svg+xml"),
+}
 HEADERS = {
-    # gradio compiles its templates in the browser (hence eval) and styles elements in place; but whatever
-    # runs there can reach this server alone
-    "content-security-policy": "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; "
-    "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:; object-src 'none'; "
-    "base-uri 'self'; form-action 'self'; frame-ancestors 'none'",
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-store",
 }
 
 
+class Refused(Exception):
+    """A request that is answered with a status and a line."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
 class Guard:
-    """Lets through to an app only what the page needs, and only from the page itself.
+    """Lets through to an app only requests of the page itself, of a bounded size.
 
     Args:
         hosts: names under which the server may be asked; None for any. On loopback this keeps other sites
             from reaching it under a name of theirs.
-        max_upload: bytes of a file.
-        uploads: where they are kept.
+        max_call: bytes of a request that is no upload.
     """
 
-    def __init__(self, app: App, *, hosts: set[str] | None, max_upload: int, uploads: Uploads) -> None:
-        self.app, self.hosts, self.uploads = app, hosts, uploads
-        self.limits = {UPLOAD: max_upload + 2**16}  # and the form around it
+    def __init__(self, app: App, *, hosts: set[str] | None, max_call: int) -> None:
+        self.app, self.hosts, self.max_call = app, hosts, max_call
 
     async def __call__(self, scope: Scope, receive: Callable[[], Awaitable[Message]], send: Send) -> None:
         if scope["type"] == "lifespan":
             return await self.app(scope, receive, send)
         if scope["type"] != "http":
             return None  # the page uses no websockets
-        refusal = self._refusal(scope)
+        received, limit = 0, self.limit(scope["path"])
+
+        async def bounded() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > limit:  # whatever its header said
+                raise Refused(413, "too large")
+            return message
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -75,101 +103,156 @@ class Guard:
                 message["headers"] = [*message.get("headers", []), *own]
             await send(message)
 
-        if refusal is None and scope["method"] == "POST":
-            return await self._post(scope, receive, with_headers)
-        if refusal is None:
-            return await self.app(scope, receive, with_headers)
-        status, reason = refusal
-        plain = [(b"content-type", b"text/plain; charset=utf-8")]
-        await with_headers({"type": "http.response.start", "status": status, "headers": plain})
-        return await send({"type": "http.response.body", "body": reason.encode()})
+        try:
+            self.check(scope)
+            return await self.app(scope, bounded, with_headers)
+        except Refused as refused:
+            plain = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
+            await with_headers({"type": "http.response.start", "status": refused.status, "headers": plain})
+            return await send({"type": "http.response.body", "body": str(refused).encode()})
 
-    async def _post(self, scope: Scope, receive: Callable[[], Awaitable[Message]], send: Send) -> None:
-        """Follows what becomes of an upload."""
-        asked, answer = bytearray(), bytearray()
+    def limit(self, path: str) -> int:
+        return MAX_UPLOAD if path == UPLOAD else self.max_call
 
-        async def recorded() -> Message:
-            message = await receive()
-            if scope["path"] != UPLOAD:
-                asked.extend(message.get("body", b""))
-            return message
-
-        async def noted(message: Message) -> None:
-            if scope["path"] == UPLOAD and len(answer) < MAX_CALL:
-                answer.extend(message.get("body", b""))
-            await send(message)
-
-        with self.uploads.request():
-            try:
-                await self.app(scope, recorded, noted)
-            finally:
-                if scope["path"] == UPLOAD:
-                    self.uploads.arrived(bytes(answer))
-                else:
-                    self.uploads.answered(bytes(asked))
-
-    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+    def check(self, scope: Scope) -> None:
         names = [name for name, _ in scope["headers"]]
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        path = scope["path"]
         host = HOST.fullmatch(headers.get("host", ""))
         origin = ORIGIN.fullmatch(headers.get("origin", "null"))
         if host is None or names.count(b"host") > 1:
-            return 400, "expected a name or address as the host"
+            raise Refused(400, "expected a name or address as the host")
         if origin is None or names.count(b"origin") > 1:
-            return 400, "expected scheme://host as the origin"
+            raise Refused(400, "expected scheme://host as the origin")
         if self.hosts is not None and (host["address"] or host["name"]).lower() not in self.hosts:
-            return 403, "this page is for the machine it runs on"
+            raise Refused(403, "this page is for the machine it runs on")
         if "origin" in headers and origin["host"] != host[0]:
-            return 403, "this page takes requests from itself alone"
-        if not PATHS.fullmatch(path) or ".." in path:
-            return 404, "not here"
+            raise Refused(403, "this page takes requests from itself alone")
         if scope["method"] == "POST":
             length = headers.get("content-length", "")
-            if not length.isdecimal():
-                return 411, "expected a content-length"
-            if len(length) > 20 or int(length) > self.limits.get(path, MAX_CALL):
-                return 413, "too large"
-        return None
+            if names.count(b"content-length") != 1 or not re.fullmatch(r"[0-9]+", length):
+                raise Refused(411, "expected a content-length")
+            if len(length) > 20 or int(length) > self.limit(scope["path"]):
+                raise Refused(413, "too large")
 
 
-def explore(
-    run: str | Path | None = None, *, host: str = "127.0.0.1", port: int = 7860, open_page: bool = True
-) -> None:
+def read_upload(content: bytes, size: int, channels: int, pixels: PixelRange | None = None) -> Any:
+    """An uploaded file as uint8 ``[channels, size, size]``: the shorter side resized, the centre cut out.
+
+    It is in a file only while it is read. ``pixels``: the range of the training images, by default of bytes.
+
+    Raises:
+        DataError: not an image, too large, or damaged.
+    """
+    suffix = ".npy" if content.startswith(b"\x93NUMPY") else ""  # other formats are known by their content
+    with tempfile.NamedTemporaryFile(prefix="selfconv-explore-", suffix=suffix) as file:
+        file.write(content)
+        file.flush()
+        try:
+            image = read_image(file.name, size, channels, pixels=pixels, max_pixels=MAX_PIXELS)
+            return as_bytes(image.numpy(), 255 if pixels is None else pixels.levels)
+        except DataError as error:
+            raise DataError(str(error).removeprefix(f"{file.name}: ")) from None
+
+
+def make_app(answers: Answers) -> Starlette:
+    """The page: its files, and an endpoint for each interaction. All answers are computed in one thread."""
+    from starlette.applications import Starlette
+    from starlette.responses import JSONResponse, Response
+    from starlette.routing import Route
+
+    worker = ThreadPoolExecutor(1, "answers")  # a model is observed by hooks, so one image at a time
+    folder = files("selfconv.explorer") / "static"
+
+    async def computed(call: Callable[..., Any], *args: Any) -> Response:
+        try:
+            found = await asyncio.get_running_loop().run_in_executor(worker, call, *args)
+        except (DataError, ValueError) as error:
+            raise Refused(400, str(error)) from None
+        return JSONResponse(found)
+
+    def file(name: str, kind: str) -> Callable[[Request], Awaitable[Response]]:
+        content = (folder / name).read_bytes()
+
+        async def serve(_: Request) -> Response:
+            return Response(content, media_type=kind)
+
+        return serve
+
+    def once(call: Callable[[], Any]) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(_: Request) -> Response:
+            return await computed(call)
+
+        return answer
+
+    def about(call: Callable[[Any], Any]) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            body = await request.body()
+            return await computed(lambda: call(answers.choice(parse_json(body))))
+
+        return answer
+
+    async def upload(request: Request) -> Response:
+        content = await request.body()
+        data = answers.data
+        return await computed(
+            lambda: {
+                "image": pixels(read_upload(content, data.size, data.in_channels, data.pixels)),
+                "size": data.size,
+            }
+        )
+
+    async def refuse(_: Request, refused: Any) -> Response:
+        return Response(str(refused), refused.status, media_type="text/plain")
+
+    return Starlette(
+        exception_handlers={Refused: refuse},
+        routes=[
+            *(Route(path, file(*what)) for path, what in STATIC.items()),
+            Route("/api/start", once(answers.start)),
+            Route("/api/training", once(answers.training)),
+            Route("/api/look", about(answers.look), methods=["POST"]),
+            Route("/api/pixel", about(answers.pixel), methods=["POST"]),
+            Route("/api/occlusion", about(answers.occlusion), methods=["POST"]),
+            Route(UPLOAD, upload, methods=["POST"]),
+        ],
+    )
+
+
+def explore(*places: str | Path, host: str = "127.0.0.1", port: int = 7860, open_page: bool = True) -> None:
     """Serves the page until Ctrl-C.
 
     Args:
-        run: a trained model, as ``open_trained`` takes it; without one, the models that are shipped.
+        places: trained models, as ``open_trained`` takes them; without any, those that are shipped.
         host: address to listen on. Any other than loopback lets others in.
         port: 0 takes any that is free.
         open_page: show it in the browser.
 
     Raises:
-        ModuleNotFoundError: gradio is missing.
-        ValueError: the model cannot be used, or the port is taken.
+        ModuleNotFoundError: starlette or uvicorn is missing.
+        ValueError: a model cannot be used, or the port is taken.
     """
-    with _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="selfconv-explore-") as uploads:
-        # all three are read when gradio and the hub's library are imported
-        os.environ |= {
-            "GRADIO_ANALYTICS_ENABLED": "False",
-            "GRADIO_TEMP_DIR": uploads,
-            "HF_HUB_OFFLINE": "1",
-        }
-        require("explore", "gradio")
-        with _listen(host, port) as listening:
-            _serve(run, host, listening, open_page, Path(uploads))
+    require("explore", "starlette", "uvicorn")
+    with _ended_by_sigterm(), _listen(host, port) as listening:
+        _serve(places, host, listening, open_page)
 
 
-def _serve(
-    run: str | Path | None, host: str, listening: socket.socket, open_page: bool, uploads: Path
-) -> None:
+def open_guarded(places: Sequence[str | Path], hosts: set[str] | None) -> Guard:
+    """The app for some models, behind its guard."""
+    answers = Answers(Comparison.open(*places))
+    if answers.data.size <= ONE_THREAD:
+        torch.set_num_threads(1)
+    answers.start()  # compiles kernels, if they are not yet
+    return Guard(make_app(answers), hosts=hosts, max_call=answers.largest_call)
+
+
+def _serve(places: Sequence[str | Path], host: str, listening: socket.socket, open_page: bool) -> None:
     import uvicorn
 
     port = listening.getsockname()[1]
     local = _is_loopback(host)
     if not local:
         warnings.warn(f"--host {host}: everybody who can reach this machine can use the page", stacklevel=2)
-    app = make_app(run, host, port, {host, "127.0.0.1", "localhost", "::1"} if local else None, uploads)
+    app = open_guarded(places, {host, "127.0.0.1", "localhost", "::1"} if local else None)
     shown = f"[{host}]" if ":" in host else host
     address = f"http://{shown}:{port}"
     print(f"The page is at {address} (Ctrl-C ends it).", flush=True)
@@ -181,34 +264,11 @@ def _serve(
             logging.getLogger("uvicorn.error").disabled = True  # pages still open are cut off: no error
             await super().shutdown(sockets)
 
-    config = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=0)
+    config = uvicorn.Config(app, log_config=None, server_header=False, timeout_graceful_shutdown=0)
     try:
         Server(config).run([listening])
     except KeyboardInterrupt:
         print()
-
-
-def make_app(run: str | Path | None, host: str, port: int, hosts: set[str] | None, uploads: Path) -> Guard:
-    """The page behind its guard; ``uploads`` is the folder that gradio puts them into."""
-    import fastapi
-
-    from selfconv.explorer._comparison import Comparison
-    from selfconv.explorer._page import build_page, mount
-
-    fetch_nothing()
-    app = fastapi.FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    mount(build_page(Comparison.open(run)), app, host, port)
-    return Guard(app, hosts=hosts, max_upload=MAX_BYTES, uploads=Uploads(uploads))
-
-
-def fetch_nothing() -> None:
-    """A request may name the address of a file instead of sending one; gradio would fetch it."""
-    from gradio import processing_utils
-
-    async def refuse(url: str, *_: Any, **__: Any) -> NoReturn:
-        raise ValueError(f"expected an uploaded file; got the address {url[:100]!r}")
-
-    processing_utils.async_ssrf_protected_get = refuse
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -249,7 +309,7 @@ def _has_display() -> bool:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """The signal raises an exception, so that the uploads are deleted."""
+    """The signal raises an exception, so that what is in use is closed."""
 
     def end(*_: object) -> NoReturn:
         sys.exit(128 + signal.SIGTERM)

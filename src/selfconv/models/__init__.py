@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from selfconv.models._config import ResNetConfig
     from selfconv.models._sharing import check_finite, mismatches
     from selfconv.models.conversion import Conversion, convert
-    from selfconv.models.export import export_onnx, export_program, fold_batch_norm
+    from selfconv.models.export import export_onnx, export_program
     from selfconv.models.flops import count_flops, count_parameters
+    from selfconv.models.inference import fold_batch_norm, optimize_for_inference
     from selfconv.models.registry import ModelInfo, create_model, load_initial, model_info, models_table
     from selfconv.models.resnet import ResNet
 else:  # the table alone needs no torch
@@ -27,8 +28,9 @@ else:  # the table alone needs no torch
         _config=["ResNetConfig"],
         _sharing=["check_finite", "mismatches"],
         conversion=["Conversion", "convert"],
-        export=["export_onnx", "export_program", "fold_batch_norm"],
+        export=["export_onnx", "export_program"],
         flops=["count_flops", "count_parameters"],
+        inference=["fold_batch_norm", "optimize_for_inference"],
         registry=["ModelInfo", "create_model", "load_initial", "model_info", "models_table"],
         resnet=["ResNet"],
     )
@@ -56,5 +58,6 @@ __all__ = [
     "model_facts",
     "model_info",
     "models_table",
+    "optimize_for_inference",
     "paper_label",
 ]

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from selfconv.groups import get_group
+from selfconv.groups import GROUPS, Group, get_group
 
 _CHOICES = {
     "spatial": ("conv", "depthwise", "affine", "asc", "simple_asc", "sasa"),
@@ -15,10 +15,12 @@ _CHOICES = {
     "scale": ("head", "width"),
     "downsample": ("stride", "pool"),
     "pool": ("mean", "max", "group_max"),
+    "stem": ("conv", "pool4"),
 }
 MAX_DEPTH = 1001  # a description may come from anywhere, and should not fill the memory with layers
 _MOST = {"kernel_size": 255, "num_heads": 4096, "in_channels": 65536, "num_classes": 1_000_000}
 MAX_WIDTH = 65536
+MAX_ELEMENTS = 64  # of a group
 _LEAST = {"depth": 11, "kernel_size": 1, "num_heads": 1, "in_channels": 1, "num_classes": 0}
 
 
@@ -28,7 +30,8 @@ class ResNetConfig:
 
     Attributes:
         depth: 9n+2, for n blocks per stage.
-        group: ``"z2"``, ``"p4"``, ``"p4m"``; or one with rotations by less than 90°, such as ``"c8"``.
+        group: ``"z2"``, ``"p4"``, ``"p4m"``; or one with rotations by less than 90°, such as ``"c8"``; or a
+            ``Group`` of one's own, which ``config.json`` describes by its matrices.
         spatial: the layer inside the blocks: ``"conv"``, ``"asc"``, ``"simple_asc"`` or ``"sasa"``; and for
             comparison ``"affine"`` (ASC with α = 1) and ``"depthwise"`` convolution.
         squeeze_excite: whether blocks end with squeeze and excite (reduction 16/|H|: 16, on p4 4).
@@ -50,10 +53,12 @@ class ResNetConfig:
         num_classes: outputs of the classifier; 0 for no classifier.
         pool: ``"mean"`` or ``"max"`` over space and group, before the classifier; ``"group_max"``: the mean
             over space, then the maximum over the group.
+        stem: ``"conv"``, the paper's 3×3 convolution; or ``"pool4"`` for large images: two 3×3 convolutions,
+            each followed by 2×2 average pooling, after which maps have a quarter of the image's side.
     """
 
     depth: int = 29
-    group: str = "z2"
+    group: str | Group = "z2"
     spatial: Literal["conv", "depthwise", "affine", "asc", "simple_asc", "sasa"] = "conv"
     squeeze_excite: bool = False
     widths: tuple[int, int, int]
@@ -68,6 +73,7 @@ class ResNetConfig:
     in_channels: int = 3
     num_classes: int = 10
     pool: Literal["mean", "max", "group_max"] = "mean"
+    stem: Literal["conv", "pool4"] = "conv"
 
     @classmethod
     def of(cls, **options: Any) -> ResNetConfig:
@@ -77,8 +83,8 @@ class ResNetConfig:
         if unknown:
             raise TypeError(f"unknown option {', '.join(unknown)}; expected some of {', '.join(known)}")
         given = {name: value for name, value in options.items() if value is not None}
-        group = get_group(given.get("group", cls.group))
-        given["group"] = group.name
+        group = _as_group(given.get("group", cls.group))
+        given["group"] = group.name if GROUPS.get(group.name) == group else group
         width = 2 * round(8 / math.sqrt(len(group)))
         spatial = given.get("spatial", cls.spatial)
         by_default = {
@@ -98,6 +104,11 @@ class ResNetConfig:
     def pools(self) -> bool:
         """Whether the spatial layer always pools, whatever ``downsample`` is."""
         return self.spatial != "conv"
+
+    @property
+    def stem_stride(self) -> int:
+        """How many times smaller than the image the maps after the stem are."""
+        return 4 if self.stem == "pool4" else 1
 
     @property
     def blocks_per_stage(self) -> int:
@@ -136,9 +147,10 @@ class ResNetConfig:
             raise ValueError(f"kernel_size: expected an odd integer; got {self.kernel_size}")
         if self.affine != "both" and self.spatial != "asc":
             raise ValueError(f"affine={self.affine!r} needs spatial='asc'; got spatial={self.spatial!r}")
-        if self.spatial == "sasa" and get_group(self.group).band_limited:
+        group = get_group(self.group)
+        if self.spatial == "sasa" and group.band_limited:
             raise ValueError(
-                f"sasa: expected a group of rotations by 90° and reflections; got {self.group!r}, whose "
+                f"sasa: expected a group of rotations by 90° and reflections; got {group.name!r}, whose "
                 "rotations mix the rows and columns that its β is made of"
             )
         if self.attention:
@@ -150,11 +162,30 @@ class ResNetConfig:
 
         if not fits(self.num_heads):
             needs = "an even number of channels per head" if self.spatial == "sasa" else "equal heads"
-            fitting = [str(n) for n in range(1, 65) if fits(n)]
+            fitting, group = [str(n) for n in range(1, 65) if fits(n)], get_group(self.group).name
             raise ValueError(
                 f"{self.spatial} needs {needs}; got num_heads={self.num_heads} for widths {self.widths} on "
-                f"group {self.group!r}, where {', '.join(fitting) if fitting else 'no number'} would fit"
+                f"group {group!r}, where {', '.join(fitting) if fitting else 'no number'} would fit"
             )
+
+
+def _as_group(value: Any) -> Group:
+    """A group by its name, as it is, or as ``config.json`` describes it: its name and matrices."""
+    if not isinstance(value, dict):
+        return get_group(value)
+    try:
+        name, matrices = str(value["name"]), value["matrices"]
+        rows = [
+            [[float(entry) for entry in row] for row in matrix] for matrix in matrices[: MAX_ELEMENTS + 1]
+        ]
+        if len(rows) > MAX_ELEMENTS or any([len(row) for row in matrix] != [2, 2] for matrix in rows):
+            raise ValueError("its matrices")
+        return Group(name, tuple(((a, b), (c, d)) for (a, b), (c, d) in rows))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"group: expected a name, or a name and at most {MAX_ELEMENTS} 2×2 matrices; "
+            f"got {value!s:.200} ({error})"
+        ) from error
 
 
 def _is_integer(value: object, least: int) -> bool:

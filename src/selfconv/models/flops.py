@@ -79,6 +79,8 @@ def run_on_zeros(model: nn.Module, input_shape: Sequence[int]) -> None:
 def operation_flops(layer: LocalAttention2d, input_shape: Sequence[int]) -> int:
     """Those of the operation inside an attention layer, without its 1×1 maps."""
     n, _, *rest = input_shape
+    if len(layer.domain) < len(layer.group):  # lifted: a centre for each element
+        rest = [len(layer.group), *rest]
     query, value = (n, layer.key_channels, *rest), (n, layer.out_channels, *rest)
     affine = [None if t is None else t.shape for t in layer.affine_parameters()]
     return affine_self_conv_flops(query, query, value, *affine, kernel_size=layer.kernel_size)

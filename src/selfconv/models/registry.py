@@ -79,18 +79,18 @@ def create_model(
     return model
 
 
-def load_initial(place: str | os.PathLike[str]) -> ResNet:
+def load_initial(source: str | os.PathLike[str]) -> ResNet:
     """Loads a trained network for fine-tuning: the folder of a finished run or a saved model, or a name.
 
     Raises:
         FileNotFoundError: there is no such network.
     """
-    for folder in (Path(place) / "model", Path(place), WEIGHTS / place):
-        if os.fspath(place) and (folder / SAFETENSORS_SINGLE_FILE).exists():
+    for folder in (Path(source) / "model", Path(source), WEIGHTS / source):
+        if os.fspath(source) and (folder / SAFETENSORS_SINGLE_FILE).exists():
             return ResNet.from_pretrained(folder)
     raise FileNotFoundError(
         "init: expected the folder of a finished run or of a saved model, or one of "
-        f"{', '.join(list_models(pretrained=True))}; got {os.fspath(place)!r}"
+        f"{', '.join(list_models(pretrained=True))}; got {os.fspath(source)!r}"
     )
 
 

@@ -19,67 +19,38 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
-from selfconv.groups import Group, get_group
+from selfconv.groups import get_group
 from selfconv.models._config import ResNetConfig
 from selfconv.models._sharing import MODEL_CARD, Shareable
 from selfconv.nn import (
     AffineConv2d,
     AffineSelfConv2d,
+    Bottleneck,
+    ConvNorm,
     DepthwiseConv2d,
     GlobalPool,
-    GroupBatchNorm,
     GroupConv2d,
     LiftingConv2d,
     LocalAttention2d,
     SimpleAffineSelfConv2d,
-    SqueezeExcite,
     StandAloneSelfAttention2d,
 )
 
-EXPANSION = 4  # a block's output is this many times as wide as its spatial layer
-DOWNSAMPLING = 4  # of a whole network: its second and third stage halve the map
+DOWNSAMPLING = 4  # of the stages: the second and third halve the map
+LARGE = 112  # side of images from which the stem for large images is advised
 
 
-class ConvNorm(nn.Sequential):
-    """A convolution or attention layer, and the batch norm of its output."""
-
-    conv: nn.Module
-    norm: nn.Module
-
-    def __init__(self, conv: nn.Module, channels: int, group: Group) -> None:
-        super().__init__()
-        self.conv = conv
-        self.norm = GroupBatchNorm(channels, group=group)
-
-
-class Bottleneck(nn.Module):
-    """relu(shortcut(f) + SE(1×1(relu(spatial(relu(1×1(f))))))), batch norm after every convolution.
-
-    Shapes: ``[N, in_channels, |H|, h, w] -> [N, 4·width, |H|, h/stride, w/stride]``; on z2 without |H|.
-    """
-
-    def __init__(self, config: ResNetConfig, in_channels: int, width: int, stride: int) -> None:
-        super().__init__()
-        group = get_group(config.group)
-        out_channels = EXPANSION * width
-        conv = partial(GroupConv2d, bias=False, group=group, downsample=config.downsample)
-        self.reduce = ConvNorm(conv(in_channels, width, 1), width, group)
-        self.spatial = ConvNorm(spatial_layer(config, width, stride), width, group)
-        self.expand = ConvNorm(conv(width, out_channels, 1), out_channels, group)
-        self.se: nn.Module = nn.Identity()
-        if config.squeeze_excite:
-            self.se = SqueezeExcite(out_channels, max(1, 16 // len(group)), group=group)
-        self.shortcut: nn.Module = nn.Identity()
-        if stride > 1 or in_channels != out_channels:
-            self.shortcut = ConvNorm(conv(in_channels, out_channels, 1, stride), out_channels, group)
-        if config.zero_gamma:  # attention is unstable in the first epochs: every block starts as its shortcut
-            nn.init.zeros_(self.expand.norm.weight)  # type: ignore[arg-type]
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.reduce(x))
-        y = F.relu(self.spatial(y))
-        y = self.se(self.expand(y))
-        return F.relu(y + self.shortcut(x))
+def block(config: ResNetConfig, in_channels: int, width: int, stride: int) -> Bottleneck:
+    return Bottleneck(
+        in_channels,
+        width,
+        stride,
+        spatial=partial(spatial_layer, config),
+        squeeze_excite=config.squeeze_excite,
+        zero_gamma=config.zero_gamma,
+        downsample=config.downsample,
+        group=config.group,
+    )
 
 
 def spatial_layer(config: ResNetConfig, width: int, stride: int) -> nn.Module:
@@ -120,9 +91,9 @@ class ResNet(
     """A network of the family: ``[N, in_channels, h, w] -> [N, num_classes]``, for images of any size ≥ 4.
 
     Its logits are invariant to ``group`` and its features equivariant. This is exact on suitable image sizes:
-    with ``downsample="pool"`` sides that are multiples of 4, with ``"stride"`` sides of 4n+1. For other sizes
-    the model warns, once per size. On a band-limited group this holds for the exact elements; the others are
-    approximate on every size.
+    with ``downsample="pool"`` sides that are multiples of 4, with ``"stride"`` sides of 4n+1; with
+    ``stem="pool4"`` four times these. For other sizes the model warns, once per size. On a band-limited group
+    this holds for the exact elements; the others are approximate on every size.
 
     It also has the methods of timm's models. Features before the head are ``[N, C, |H|, h/4, w/4]``; on z2
     without |H|.
@@ -133,17 +104,22 @@ class ResNet(
         self._config = config
         self.group = get_group(config.group)
         stem_width = config.widths[0]
-        self.stem = ConvNorm(
-            LiftingConv2d(config.in_channels, stem_width, 3, padding=1, bias=False, group=self.group),
-            stem_width,
-            self.group,
-        )
+        shrinks = config.stem == "pool4"
+        lift = partial(LiftingConv2d, config.in_channels, stem_width, 3, padding=1, bias=False)
+        lifting = lift(stride=2, downsample="pool", group=self.group) if shrinks else lift(group=self.group)
+        self.stem = ConvNorm(lifting, stem_width, self.group)
+        self.shrink: nn.Module = nn.Identity()
+        if shrinks:
+            conv = GroupConv2d(
+                stem_width, stem_width, 3, 2, "same", bias=False, group=self.group, downsample="pool"
+            )
+            self.shrink = nn.Sequential(ConvNorm(conv, stem_width, self.group), nn.ReLU())
         stages, channels = [], stem_width
         for stage, width in enumerate(config.widths):
             blocks = []
-            for block in range(config.blocks_per_stage):
-                blocks.append(Bottleneck(config, channels, width, 2 if stage and not block else 1))
-                channels = EXPANSION * width
+            for n in range(config.blocks_per_stage):
+                blocks.append(block(config, channels, width, 2 if stage and not n else 1))
+                channels = Bottleneck.expansion * width
             stages.append(nn.Sequential(*blocks))
         self.stages = nn.Sequential(*stages)
         self.num_features = channels
@@ -217,7 +193,7 @@ class ResNet(
 
     def forward_features(self, x: Tensor) -> Tensor:
         self._check_input(x)
-        x = F.relu(self.stem(x))
+        x = self.shrink(F.relu(self.stem(x)))
         if not (self.grad_checkpointing and torch.is_grad_enabled()):
             return self.stages(x)
         for block in [block for stage in self.stages.children() for block in stage.children()]:
@@ -234,9 +210,20 @@ class ResNet(
     def forward(self, x: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(x))
 
+    @property
+    def takes_any_size(self) -> bool:
+        """Whether images may have any sides from 4 on, so that an exported program may take any, too."""
+        return self._config.stem_stride == 1 and not self._mixes
+
+    @property
+    def _mixes(self) -> bool:
+        """Whether spatial layers pool beside shortcuts that stride: their maps agree on some sizes only."""
+        return self._config.pools and self._config.downsample == "stride"
+
     def _check_input(self, x: Tensor) -> None:
         pooled = self._config.pools or self._config.downsample == "pool"
-        least = DOWNSAMPLING if pooled else 1
+        first = self._config.stem_stride
+        least = first * (DOWNSAMPLING if pooled else 1)
         channels = self.in_channels
         if x.dim() != 4 or x.shape[1] != channels or min(x.shape[2:]) < least:
             raise ValueError(
@@ -244,34 +231,50 @@ class ResNet(
             )
         if not x.is_floating_point():
             raise TypeError(f"expected floating-point images; got {x.dtype} of shape {list(x.shape)}")
-        remainders = {side % DOWNSAMPLING for side in x.shape[2:]}
-        if self._config.pools and self._config.downsample == "stride" and remainders != {0}:
+        unit = first * DOWNSAMPLING
+        if self._mixes and any(side % unit for side in x.shape[2:]):
             raise ValueError(
                 "a spatial layer that pools beside strided shortcuts needs images whose sides are "
-                "multiples of 4; got shape "
-                f"{list(x.shape)}"
+                f"multiples of {unit}; got shape {list(x.shape)}"
             )
-        if len(self.group) > 1 and not torch.compiler.is_compiling():
-            self._warn_unless_exact(x.shape[2], x.shape[3])
+        if not torch.compiler.is_compiling() and tuple(x.shape[2:]) not in self._warned_sizes:
+            self._warned_sizes.add((x.shape[2], x.shape[3]))
+            self._warn_of_size(x.shape[2], x.shape[3])
+
+    def _warn_of_size(self, h: int, w: int) -> None:
+        if min(h, w) >= LARGE and self._config.stem == "conv":
+            warnings.warn(
+                f"{h}×{w} images are large for this model, whose first stage keeps their size: stem='pool4' "
+                "computes a quarter of the side, or resize the images",
+                stacklevel=2,
+            )
+        if len(self.group) > 1:
+            self._warn_unless_exact(h, w)
 
     def _warn_unless_exact(self, h: int, w: int) -> None:
         """Cells of 2×2 tile a map of even size; strides of 2 meet both of its ends if the size is odd."""
-        strided = self._config.downsample == "stride"
-        exact = {h % DOWNSAMPLING, w % DOWNSAMPLING} == {1 if strided else 0}
-        if (h, w) in self._warned_sizes or (exact and not (strided and self._config.pools)):
+        strided, first = self._config.downsample == "stride", self._config.stem_stride
+        unit, rest = first * DOWNSAMPLING, first if strided else 0  # 4n+1 on the map after the stem
+        exact = {h % unit, w % unit} == {rest}
+        if exact and not (strided and self._config.pools):
             return
-        self._warned_sizes.add((h, w))
-        needed = "sides that are multiples of 4 (28, 32, 36, …)"
+        needed = f"sides that are multiples of {unit} ({_near(h, unit, 0)})"
         if strided and self._config.pools:
             needed = f"downsample='pool' and {needed}"
         elif strided:
-            needed = f"sides of 4n+1 (29, 33, 37, …), or downsample='pool' and {needed}"
+            needed = f"sides of {unit}n+{rest} ({_near(h, unit, rest)}), or downsample='pool' and {needed}"
         what = f"the exact elements of {self.group}" if self.group.band_limited else self.group
         warnings.warn(
             f"{h}×{w} images: with downsample={self._config.downsample!r} this model is equivariant to "
             f"{what} only approximately; exactness needs {needed}",
             stacklevel=2,
         )
+
+
+def _near(side: int, unit: int, rest: int) -> str:
+    """The sizes n·unit + rest that are nearest to a side, from below and from above."""
+    below = max(unit + rest if side < unit + rest else 0, (side - rest) // unit * unit + rest)
+    return f"{below}" if below >= side else f"{below} or {below + unit}"
 
 
 def _recompute_contexts(

@@ -11,6 +11,14 @@ from pathlib import Path
 from typing import Any
 
 DEPTHS = (29, 83)
+_ON_BOTH: dict[str, dict[str, Any]] = {  # on p4 and on p4m
+    "": {},
+    "_pool": {"downsample": "pool"},
+    "_se": {"squeeze_excite": True},
+    "_simple_asc": {"spatial": "simple_asc"},
+    "_asc": {"spatial": "asc"},
+    "_asc_se": {"spatial": "asc", "squeeze_excite": True},
+}
 _VARIANTS: dict[str, dict[str, Any]] = {  # what each differs in from the first
     "resnet{}": {},
     "resnet{}_se": {"squeeze_excite": True},
@@ -20,18 +28,11 @@ _VARIANTS: dict[str, dict[str, Any]] = {  # what each differs in from the first
     "resnet{}_asc_se": {"spatial": "asc", "squeeze_excite": True},
     "resnet{}_affine": {"spatial": "affine"},
     "resnet{}_depthwise": {"spatial": "depthwise"},
-    "p4resnet{}": {"group": "p4"},
-    "p4resnet{}_pool": {"group": "p4", "downsample": "pool"},
-    "p4resnet{}_se": {"group": "p4", "squeeze_excite": True},
-    "p4resnet{}_simple_asc": {"group": "p4", "spatial": "simple_asc"},
-    "p4resnet{}_asc": {"group": "p4", "spatial": "asc"},
-    "p4resnet{}_asc_se": {"group": "p4", "spatial": "asc", "squeeze_excite": True},
-    "p4mresnet{}": {"group": "p4m"},
-    "p4mresnet{}_pool": {"group": "p4m", "downsample": "pool"},
-    "p4mresnet{}_se": {"group": "p4m", "squeeze_excite": True},
-    "p4mresnet{}_simple_asc": {"group": "p4m", "spatial": "simple_asc"},
-    "p4mresnet{}_asc": {"group": "p4m", "spatial": "asc"},
-    "p4mresnet{}_asc_se": {"group": "p4m", "spatial": "asc", "squeeze_excite": True},
+    **{
+        f"{group}resnet{{}}{suffix}": {"group": group} | options
+        for group in ("p4", "p4m")
+        for suffix, options in _ON_BOTH.items()
+    },
     "c8resnet{}": {"group": "c8", "downsample": "pool"},
     "c8resnet{}_asc": {"group": "c8", "spatial": "asc"},
 }

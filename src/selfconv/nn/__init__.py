@@ -8,27 +8,38 @@ torch's norms are equivariant too: docs/layers.md lists them.
 from selfconv.nn._affine import AffineConv2d, DepthwiseConv2d
 from selfconv.nn._attention import (
     AffineSelfConv2d,
-    LocalAttention2d,
+    LiftingSelfConv2d,
     SimpleAffineSelfConv2d,
     StandAloneSelfAttention2d,
-    set_backend,
 )
+from selfconv.nn._attention_1d import AffineSelfConv1d
+from selfconv.nn._bottleneck import Bottleneck, ConvNorm
+from selfconv.nn._concatenate import concatenate
 from selfconv.nn._conv import GroupConv2d, LiftingConv2d
-from selfconv.nn._dropout import GroupDropout
-from selfconv.nn._fixed import ATTENTION, CONVOLUTIONS, fix_filters, is_plain
-from selfconv.nn._layer_norm import GroupLayerNorm
-from selfconv.nn._norm import GroupBatchNorm
-from selfconv.nn._pool import GlobalPool, GroupPool, SpatialPool2d
+from selfconv.nn._fixed import (
+    ATTENTION,
+    CONVOLUTIONS,
+    FixedConv2d,
+    NativeAttention2d,
+    fix_filters,
+    is_plain,
+)
+from selfconv.nn._gates import GroupDropout, SqueezeExcite
+from selfconv.nn._local_attention import LocalAttention2d, set_backend
+from selfconv.nn._norm import GroupBatchNorm, GroupLayerNorm
+from selfconv.nn._pool import GlobalPool, GroupPool, SpatialPool2d, Upsample2d
 from selfconv.nn._restrict import RestrictGroup
-from selfconv.nn._squeeze_excite import SqueezeExcite
-from selfconv.nn._upsample import Upsample2d
 
 __all__ = [
     "ATTENTION",
     "CONVOLUTIONS",
     "AffineConv2d",
+    "AffineSelfConv1d",
     "AffineSelfConv2d",
+    "Bottleneck",
+    "ConvNorm",
     "DepthwiseConv2d",
+    "FixedConv2d",
     "GlobalPool",
     "GroupBatchNorm",
     "GroupConv2d",
@@ -36,13 +47,16 @@ __all__ = [
     "GroupLayerNorm",
     "GroupPool",
     "LiftingConv2d",
+    "LiftingSelfConv2d",
     "LocalAttention2d",
+    "NativeAttention2d",
     "RestrictGroup",
     "SimpleAffineSelfConv2d",
     "SpatialPool2d",
     "SqueezeExcite",
     "StandAloneSelfAttention2d",
     "Upsample2d",
+    "concatenate",
     "fix_filters",
     "is_plain",
     "set_backend",

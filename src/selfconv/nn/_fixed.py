@@ -4,9 +4,15 @@ During training, every call steers the filters of a group and folds A^Q into its
 a convolution on a group becomes an ordinary convolution, whose channels are the channels and planes of the
 group, and attention stores ψ and β transformed by every element of the group. The function is the same, with
 a fraction of the operators; the filters are stored |H| times.
+
+There are two forms. The native form keeps the fused kernels and holds features in channels_last; the plain
+form, for exports, consists of torch's operators alone: ``_taps.py`` for a square window with zeros outside
+the image, and the eager form of the operation for other windows.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +20,28 @@ from torch import Tensor, nn
 from selfconv.groups import Z2, Group
 from selfconv.nn._attention import (
     AffineSelfConv2d,
-    LocalAttention2d,
+    LiftingSelfConv2d,
     SimpleAffineSelfConv2d,
     StandAloneSelfAttention2d,
 )
 from selfconv.nn._conv import GroupConv2d, LiftingConv2d
 from selfconv.nn._layout import avg_pool, check_features, fold_bias, fold_filters
-from selfconv.ops import attend, cast, split_packed
+from selfconv.nn._local_attention import LocalAttention2d
+from selfconv.nn._taps import TapAttention2d
+from selfconv.ops import (
+    Pair,
+    PreparedCall,
+    Window,
+    affine_self_conv_packed,
+    attend,
+    cast,
+    filter_tables,
+    split_packed,
+    steer,
+)
 
 CONVOLUTIONS = (LiftingConv2d, GroupConv2d)
-ATTENTION = (AffineSelfConv2d, SimpleAffineSelfConv2d, StandAloneSelfAttention2d)
+ATTENTION = (AffineSelfConv2d, LiftingSelfConv2d, SimpleAffineSelfConv2d, StandAloneSelfAttention2d)
 
 
 def is_plain(layer: nn.Module, *kinds: type[nn.Module]) -> bool:
@@ -32,18 +50,21 @@ def is_plain(layer: nn.Module, *kinds: type[nn.Module]) -> bool:
     return type(layer) in kinds and not hooked
 
 
-def fix_filters(module: nn.Module) -> nn.Module:
+def fix_filters(module: nn.Module, *, native: bool = False) -> nn.Module:
     """The module with fixed filters, or what it becomes if it is such a layer itself.
 
     Layers are replaced in ``Sequential`` containers, ours among them: another parent might ask a layer for
     more than its output.
+
+    Args:
+        native: whether attention runs in the fused kernels; otherwise in torch's operators.
     """
     fixed: dict[nn.Module | None, nn.Module] = {}
     for layer in module.modules():
         if is_plain(layer, *CONVOLUTIONS):
-            fixed[layer] = FixedConv2d.of(layer).train(layer.training)  # type: ignore[arg-type]
+            fixed[layer] = FixedConv2d.of(layer, innermost=native).train(layer.training)  # type: ignore[arg-type]
         elif is_plain(layer, *ATTENTION):
-            fixed[layer] = FixedAttention2d(layer).train(layer.training)  # type: ignore[arg-type]
+            fixed[layer] = _fixed_attention(layer, native).train(layer.training)  # type: ignore[arg-type]
     for parent in module.modules():
         if type(parent).forward is nn.Sequential.forward:
             for name, child in parent._modules.items():
@@ -51,8 +72,24 @@ def fix_filters(module: nn.Module) -> nn.Module:
     return fixed.get(module, module)
 
 
+def _fixed_attention(layer: LocalAttention2d, native: bool) -> nn.Module:
+    if native:
+        return NativeAttention2d(layer)
+    return PlainAttention2d(layer) if _is_ordinary(layer) else UnfoldedAttention2d(layer)
+
+
+def _is_ordinary(layer: LocalAttention2d) -> bool:
+    """Whether the window is square, not dilated and with zeros outside the image, on one group."""
+    k = layer.window.size[0]
+    return layer.window == Window((k, k)) and layer.domain is layer.group
+
+
 class FixedConv2d(nn.Module):
-    """A convolution, its filters steered: ``[N, C, (R,) h, w] -> [N, C', P, h', w']``, on z2 without P."""
+    """A convolution, its filters steered: ``[N, C, (R,) h, w] -> [N, C', P, h', w']``, on z2 without P.
+
+    Args:
+        innermost: whether features have their channels innermost in memory, before the planes of a group.
+    """
 
     @torch.no_grad()
     def __init__(
@@ -62,34 +99,127 @@ class FixedConv2d(nn.Module):
         domain: Group,
         stride: int = 1,
         padding: int = 0,
-        pool: int = 1,
+        pool: int | Pair = 1,
+        *,
+        innermost: bool,
     ) -> None:
         super().__init__()
         self.domain, self.channels, self.order = domain, filters.shape[1], filters.shape[2]
-        weight = fold_filters(filters, innermost=False)  # [C'·P, C·R, k, k]
+        self.innermost = innermost
+        weight = fold_filters(filters, innermost)  # [C'·P, C·R, k, k], or [P·C', R·C, k, k]
         c_out, c_in, k, _ = weight.shape
         self.conv = nn.Conv2d(c_in, c_out, k, stride, padding, bias=bias is not None, device="meta")
-        self.conv.weight = nn.Parameter(weight.contiguous())
+        layout = torch.channels_last if innermost else torch.contiguous_format
+        self.conv.weight = nn.Parameter(weight.contiguous(memory_format=layout))
         if bias is not None:
-            self.conv.bias = nn.Parameter(fold_bias(bias, self.order, innermost=False))
+            self.conv.bias = nn.Parameter(fold_bias(bias, self.order, innermost))
         pointwise = k == 1 and padding == 0  # and commutes with pooling: the cheap order
-        self.pool_before, self.pool_after = (pool, 1) if pointwise else (1, pool)
+        self.pool_before: int | Pair = pool if pointwise else 1
+        self.pool_after: int | Pair = 1 if pointwise else pool
 
     @classmethod
-    def of(cls, layer: LiftingConv2d | GroupConv2d) -> FixedConv2d:
+    def of(cls, layer: LiftingConv2d | GroupConv2d, *, innermost: bool) -> FixedConv2d:
         domain = Z2 if isinstance(layer, LiftingConv2d) else layer.group
         stride, pool = (layer.stride, 1) if layer.downsample == "stride" else (1, layer.stride)
-        return cls(layer.steered_filters(), layer.bias, domain, stride, layer.padding, pool)
+        filters = layer.steered_filters()
+        return cls(filters, layer.bias, domain, stride, layer.padding, pool, innermost=innermost)
 
     def forward(self, x: Tensor) -> Tensor:
         check_features(type(self).__name__, x, self.channels, self.domain)
-        maps = x if x.dim() == 4 else x.flatten(1, 2)
+        maps = x
+        if x.dim() == 5:
+            maps = (x.transpose(1, 2) if self.innermost else x).flatten(1, 2)
         y = avg_pool(self.conv(avg_pool(maps, self.pool_before)), self.pool_after)
-        return y if self.order == 1 else y.unflatten(1, (-1, self.order))
+        if self.order == 1:
+            return y
+        return (
+            y.unflatten(1, (self.order, -1)).transpose(1, 2)
+            if self.innermost
+            else y.unflatten(1, (-1, self.order))
+        )
 
 
-class FixedAttention2d(nn.Module):
-    """An attention layer, its filters steered, in the plain form of the operation."""
+class NativeAttention2d(nn.Module):
+    """An attention layer with its filters steered and packed as the fused kernels take them."""
+
+    psi_k: Tensor | None
+    beta_k: Tensor | None
+    psi_v: Tensor | None
+    beta_v: Tensor | None
+    table_k: Tensor | None
+    table_v: Tensor | None
+
+    @torch.no_grad()
+    def __init__(self, layer: LocalAttention2d) -> None:
+        super().__init__()
+        filters, bias = layer.steered_projection()
+        self.project = FixedConv2d(filters, bias, layer.domain, innermost=True)
+        self.channels, self.backend = layer.packed_channels, layer.backend
+        self.options: dict[str, Any] = layer.options
+        affine = layer.affine_parameters()
+        for name, t in zip(("psi_k", "beta_k", "psi_v", "beta_v"), affine, strict=True):
+            self.register_buffer(name, None if t is None else t.detach().clone())
+        tables = None
+        if self.backend in (None, "numba") and _is_ordinary(layer):
+            tables = filter_tables(self.channels, *affine, dtype=filters.dtype, **self.options)
+        for i, name in enumerate(("table_k", "table_v")):
+            self.register_buffer(name, None if tables is None else tables[i].to(filters.device))
+        self.prepared = PreparedCall(layer.scale)
+        self.output = FixedConv2d(
+            layer.steered_output(), layer.b_out, layer.group, pool=layer.cells, innermost=True
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = self.project(x)  # A^Q[Q], K, V: [N, C_k + C_k + C_v, R, h, w]
+        values = None
+        if self.table_k is not None and self.table_v is not None:
+            values = self.prepared(packed, self.table_k, self.table_v)
+        if values is None:
+            values = affine_self_conv_packed(
+                packed, self.channels, self.psi_k, self.beta_k, self.psi_v, self.beta_v,
+                backend=self.backend, **self.options,
+            )  # fmt: skip
+        return self.output(values)
+
+
+class PlainAttention2d(nn.Module):
+    """An attention layer, its filters steered, as convolutions and elementwise operators."""
+
+    @torch.no_grad()
+    def __init__(self, layer: LocalAttention2d) -> None:
+        super().__init__()
+        group = self.group = layer.group
+        self.in_channels = layer.in_channels
+        filters, bias = layer.steered_projection()
+        psi_k, beta_k, psi_v, beta_v = layer.affine_parameters()
+
+        def steered(psi: Tensor | None, beta: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+            if psi is not None:
+                psi = group.steer(psi.unsqueeze(-3) if len(group) == 1 else psi)
+            return psi, None if beta is None else group.steer(beta, planar=True)
+
+        self.taps = TapAttention2d(
+            (filters, bias),
+            layer.packed_channels,
+            steered(psi_k, beta_k),
+            steered(psi_v, beta_v),
+            (layer.steered_output(), layer.b_out),
+            kernel_size=layer.window.size[0],
+            num_heads=layer.num_heads,
+            scale=layer.scale,
+            pool=layer.stride,
+            dtype=torch.promote_types(filters.dtype, torch.float32),  # half precision needs it in the softmax
+        ).to(filters.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        check_features(type(self).__name__, x, self.in_channels, self.group)
+        planar = x.dim() == 4
+        y = self.taps(x if planar else x.flatten(1, 2))
+        return y if planar else y.unflatten(1, (-1, len(self.group)))
+
+
+class UnfoldedAttention2d(nn.Module):
+    """An attention layer with any window, its filters steered, in the eager form of the operation."""
 
     psi_k: Tensor | None
     beta_k: Tensor | None
@@ -100,28 +230,32 @@ class FixedAttention2d(nn.Module):
     def __init__(self, layer: LocalAttention2d) -> None:
         super().__init__()
         group = self.group = layer.group
-        self.kernel_size, self.num_heads, self.scale = layer.kernel_size, layer.num_heads, layer.scale
-        filters, bias = layer.projection()
+        self.window, self.num_heads, self.scale = layer.window, layer.num_heads, layer.scale
+        filters, bias = layer.steered_projection()
         self.channels = layer.packed_channels
-        self.project = FixedConv2d(group.steer(filters[..., None, None]), bias, group)
+        self.project = FixedConv2d(filters, bias, layer.domain, innermost=False)
         # half precision is computed in float32, as everywhere
         self.dtype = torch.promote_types(filters.dtype, torch.float32)
         psi_k, beta_k, psi_v, beta_v = layer.affine_parameters()
         for name, psi in (("psi_k", psi_k), ("psi_v", psi_v)):
             if psi is not None:
-                psi = group.steer(psi.unsqueeze(-3) if len(group) == 1 else psi)
+                planar = len(layer.domain) == 1
+                psi = steer(psi.unsqueeze(-3) if planar else psi, group, planar)
             self._keep(name, psi)
         for name, beta in (("beta_k", beta_k), ("beta_v", beta_v)):
             self._keep(name, None if beta is None else group.steer(beta, planar=True))
-        self.output = FixedConv2d(layer.steered_output(), layer.b_out, group, pool=layer.stride)
+        self.output = FixedConv2d(
+            layer.steered_output(), layer.b_out, group, pool=layer.cells, innermost=False
+        )
 
     def _keep(self, name: str, filters: Tensor | None) -> None:
         self.register_buffer(name, None if filters is None else cast(filters, self.dtype).contiguous())
 
     def forward(self, x: Tensor) -> Tensor:
         maps = self.project(x)
-        maps = cast(maps.unsqueeze(2) if len(self.group) == 1 else maps, self.dtype)  # [N, C, R, h, w]
+        maps = cast(maps.unsqueeze(2) if maps.dim() == 4 else maps, self.dtype)  # [N, C, R, h, w]
         filters = (self.psi_k, self.beta_k, self.psi_v, self.beta_v)
-        features = split_packed(maps, self.channels)
-        out, _ = attend(*features, filters, self.kernel_size, self.num_heads, self.scale)
+        query, key, value = split_packed(maps, self.channels)
+        query = query.expand(-1, -1, len(self.group), -1, -1)  # where the layer lifts
+        out, _ = attend(query, key, value, filters, self.window, self.num_heads, self.scale)
         return self.output(cast(out.squeeze(2) if len(self.group) == 1 else out, x.dtype))

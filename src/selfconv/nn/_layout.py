@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selfconv.groups import Group
-from selfconv.ops import is_whole, owned
+from selfconv.ops import Pair, is_whole, owned
 
 
 def check_sizes(module: str, **sizes: int) -> None:
@@ -105,14 +105,15 @@ def in_memory_of(like: Tensor, y: Tensor) -> Tensor:
     return folded.unflatten(1, (y.shape[2], y.shape[1])).transpose(1, 2)
 
 
-def check_poolable(x: Tensor, size: int) -> None:
-    if min(x.shape[-2:]) < size:
-        raise ValueError(f"expected maps of {size}×{size} or more, to pool; got shape {list(x.shape)}")
+def check_poolable(x: Tensor, size: int | Pair) -> None:
+    rows, columns = size if isinstance(size, tuple) else (size, size)
+    if x.shape[-2] < rows or x.shape[-1] < columns:
+        raise ValueError(f"expected maps of {rows}×{columns} or more, to pool; got shape {list(x.shape)}")
 
 
-def avg_pool(x: Tensor, size: int) -> Tensor:
+def avg_pool(x: Tensor, size: int | Pair) -> Tensor:
     """Mean over size×size cells: the downsampling that keeps quarter turns and flips exact."""
-    if size == 1:
+    if size in (1, (1, 1)):
         return x
     check_poolable(x, size)
     return on_folded(lambda maps: F.avg_pool2d(maps, size), x)

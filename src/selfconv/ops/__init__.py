@@ -11,12 +11,18 @@ from torch import Tensor
 
 from selfconv.groups import Group, get_group
 from selfconv.ops._backends import BACKENDS, check_backend, choose_backend, explain_call
-from selfconv.ops._call import Call, cast, check_call, check_float, check_heads, is_whole, owned
+from selfconv.ops._call import Call, cast, check_call, check_float, check_heads, owned, steer
 from selfconv.ops._flops import affine_self_conv_flops
-from selfconv.ops.eager import attend, run_with_attention
+from selfconv.ops._window import PaddingMode, Pair, Window, is_whole, make_window
+from selfconv.ops.eager import attend, pad, run_with_attention
+from selfconv.ops.prepared import PreparedCall, filter_tables
 
 __all__ = [
     "BACKENDS",
+    "PaddingMode",
+    "Pair",
+    "PreparedCall",
+    "Window",
     "affine_conv",
     "affine_self_conv",
     "affine_self_conv_flops",
@@ -26,9 +32,13 @@ __all__ = [
     "check_backend",
     "check_heads",
     "explain",
+    "filter_tables",
     "is_whole",
+    "make_window",
     "owned",
+    "pad",
     "split_packed",
+    "steer",
 ]
 
 
@@ -36,15 +46,19 @@ __all__ = [
 def affine_self_conv(
     query: Tensor, key: Tensor, value: Tensor,
     psi_k: Tensor | None, beta_k: Tensor | None, psi_v: Tensor | None, beta_v: Tensor | None,
-    *, num_heads: int, scale: float | None = ..., group: str | Group = ..., kernel_size: int | None = ...,
-    backend: str | None = ..., return_attention: Literal[False] = ...,
+    *, num_heads: int, scale: float | None = ..., group: str | Group = ...,
+    kernel_size: int | Pair | None = ..., dilation: int | Pair = ..., padding_mode: str = ...,
+    lifting: bool = ..., dropout_p: float = ..., backend: str | None = ...,
+    return_attention: Literal[False] = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def affine_self_conv(
     query: Tensor, key: Tensor, value: Tensor,
     psi_k: Tensor | None, beta_k: Tensor | None, psi_v: Tensor | None, beta_v: Tensor | None,
-    *, num_heads: int, scale: float | None = ..., group: str | Group = ..., kernel_size: int | None = ...,
-    backend: str | None = ..., return_attention: Literal[True],
+    *, num_heads: int, scale: float | None = ..., group: str | Group = ...,
+    kernel_size: int | Pair | None = ..., dilation: int | Pair = ..., padding_mode: str = ...,
+    lifting: bool = ..., dropout_p: float = ..., backend: str | None = ...,
+    return_attention: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def affine_self_conv(
     query: Tensor,
@@ -58,7 +72,11 @@ def affine_self_conv(
     num_heads: int,
     scale: float | None = None,
     group: str | Group = "z2",
-    kernel_size: int | None = None,
+    kernel_size: int | Pair | None = None,
+    dilation: int | Pair = 1,
+    padding_mode: str = "zeros",
+    lifting: bool = False,
+    dropout_p: float = 0.0,
     backend: str | None = None,
     return_attention: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -68,36 +86,51 @@ def affine_self_conv(
         α((P,x), (P,y)) = softmax_y(scale · query(P, x) · Σ_R A^K_(P,x)[K](R, y)),   head by head
         Σ_R A_(P,x)[f](R, y) = Σ_R f(R, y) ψ(P⁻¹R, P⁻¹(y − x)) + β(P⁻¹(y − x))
 
-    y runs over the k×k window around x. Outside the image f is 0, but β is still added. Equivariant to shifts
-    and to every element of ``group``.
+    y runs over the k×k window around x. Outside the image f is 0, but β is still added, unless
+    ``padding_mode`` says otherwise. Equivariant to shifts and to every element of ``group``.
 
     Args:
         query: A^Q[Q](x), after its affine map: ``[N, C_k, h, w]`` on z2, ``[N, C_k, |H|, h, w]`` on a group.
         key, value: shaped like ``query``; ``value`` may have a different number of channels, C_v.
         psi_k, psi_v: per channel, ``[C, k, k]`` (z2) or ``[C, |H|, k, k]``; or channel to channel,
             ``[C, C, k, k]`` or ``[C, C, |H|, k, k]``. None: f is not filtered.
+            Where the group keeps rows and columns apart, as z2 does, the window may be a rectangle: ``[C, 1,
+            7]``.
         beta_k, beta_v: ``[C, k, k]``. None: no term is added.
         num_heads: number of heads: equal groups of contiguous channels, each with its own softmax.
         scale: factor of the score; by default 1 / key channels.
         group: a name in ``selfconv.groups.GROUPS`` (``"z2"``, ``"p4"``, ``"c8"``, …) or a ``Group``.
-        kernel_size: k; only needed when every ψ and β is None.
+        kernel_size: k, or (rows, columns); only needed when every ψ and β is None.
+        dilation: distance between neighbours in the window, in pixels, or (rows, columns).
+        padding_mode: what a neighbour outside the image is: ``"zeros"`` (f = 0, β is added: the paper's),
+            ``"circular"`` (f repeats, as for ``torch.nn.Conv2d``) or ``"exclude"`` (left out of the softmax).
+        lifting: query, key and value are planar, ``[N, C, h, w]``, and so is ψ, ``[C, k, k]``; the result is
+            on ``group``.
+        dropout_p: the probability of dropping each α after the softmax; only in the eager backend.
         backend: one of ``BACKENDS``; by default the fastest that supports the call (see ``explain``).
         return_attention: also return α, ``[N, num_heads, k, k, h, w]`` (z2) or
             ``[N, num_heads, |H|, k, k, h, w]``; only in the eager backend.
 
     Returns:
-        The aggregated values, in the shape and dtype of ``value``.
+        The aggregated values, in the shape and dtype of ``value``; with ``lifting``, and the group axis.
     """
     call = check_call(
         query, key, value, psi_k, beta_k, psi_v, beta_v,
         kernel_size=kernel_size, num_heads=num_heads, scale=scale, group=group,
+        dilation=dilation, padding_mode=padding_mode, lifting=lifting,
     )  # fmt: skip
-    if return_attention:
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p: expected a probability from 0 to less than 1; got {dropout_p!r}")
+    if return_attention or dropout_p:
         if backend not in (None, "eager"):
-            raise ValueError(f"return_attention needs the eager backend; got backend={backend!r}")
-        out, alpha = run_with_attention(call)
-        alpha = alpha.unflatten(3, (call.kernel_size, call.kernel_size))
-        return (out.squeeze(2), alpha.squeeze(2)) if len(call.group) == 1 else (out, alpha)
+            option = "return_attention" if return_attention else f"dropout_p={dropout_p}"
+            raise ValueError(f"{option} needs the eager backend; got backend={backend!r}")
+        out, alpha = run_with_attention(call, dropout_p)
+        out = owned(out.squeeze(2)) if len(call.group) == 1 else out
+        if not return_attention:
+            return out
+        alpha = alpha.unflatten(3, call.window.size)
+        return out, alpha.squeeze(2) if len(call.group) == 1 else alpha
     return _run(call, backend)
 
 
@@ -112,7 +145,10 @@ def affine_self_conv_packed(
     num_heads: int,
     scale: float | None = None,
     group: str | Group = "z2",
-    kernel_size: int | None = None,
+    kernel_size: int | Pair | None = None,
+    dilation: int | Pair = 1,
+    padding_mode: str = "zeros",
+    lifting: bool = False,
     backend: str | None = None,
 ) -> Tensor:
     """``affine_self_conv`` for query, key and value concatenated along the channels of one tensor.
@@ -128,7 +164,10 @@ def affine_self_conv_packed(
     call = check_call(
         *split_packed(packed, channels), psi_k, beta_k, psi_v, beta_v,
         kernel_size=kernel_size, num_heads=num_heads, scale=scale, group=group,
+        dilation=dilation, padding_mode=padding_mode, lifting=lifting,
     )  # fmt: skip
+    if call.lifting:  # the query has more planes than key and value
+        return _run(call, backend)
     return _run(replace(call, packed=packed.unsqueeze(2) if len(call.group) == 1 else packed), backend)
 
 
@@ -155,13 +194,17 @@ def explain(
     num_heads: int,
     scale: float | None = None,
     group: str | Group = "z2",
-    kernel_size: int | None = None,
+    kernel_size: int | Pair | None = None,
+    dilation: int | Pair = 1,
+    padding_mode: str = "zeros",
+    lifting: bool = False,
 ) -> str:
     """Which backend ``affine_self_conv`` would select for these arguments, and why not each of the others."""
     return explain_call(
         check_call(
             query, key, value, psi_k, beta_k, psi_v, beta_v,
             kernel_size=kernel_size, num_heads=num_heads, scale=scale, group=group,
+            dilation=dilation, padding_mode=padding_mode, lifting=lifting,
         )
     )  # fmt: skip
 
@@ -171,7 +214,7 @@ def affine_conv(f: Tensor, psi: Tensor, beta: Tensor | None, *, group: str | Gro
 
         out_c(P, x) = Σ_y Σ_R A_(P,x)[f]_c(R, y)
 
-    With a dense ψ and no β it is the convolution ``conv2d(f, psi, padding=k // 2)``, on a group the group
+    With a dense ψ and no β it is the convolution ``conv2d(f, psi, padding="same")``, on a group the group
     convolution. The arguments are shaped as for ``affine_self_conv``.
     """
     group = get_group(group)
@@ -192,7 +235,7 @@ def affine_conv(f: Tensor, psi: Tensor, beta: Tensor | None, *, group: str | Gro
         owned(call.value.flatten(1, 2)).to(weight.dtype),
         weight,
         bias,
-        padding=call.kernel_size // 2,
+        padding=call.window.reach,
         groups=1 if call.dense else c,
     )
     return out.to(f.dtype).reshape(f.shape)

@@ -69,6 +69,9 @@ def _triton_refusal(call: Call) -> str | None:
     if not (dtypes <= {torch.float16, torch.bfloat16, torch.float32} or dtypes == {torch.float64}):
         given = ", ".join(sorted(map(str, dtypes)))
         return f"serves float16, bfloat16 and float32 in any mix, or float64 alone; got {given}"
+    planes = call.key.shape[2]
+    if planes & (planes - 1):
+        return f"serves 1, 2, 4, 8, … planes of a group; got {planes}"
     if call.value.device.type != "cuda" and not _interpreted(call):
         return f"runs on GPUs; the tensors are on {call.value.device}"
     return derivative_refusal()
@@ -105,7 +108,7 @@ _FAILURES: dict[str, str | None] = {}
 
 
 @constant_when_compiled  # traced, the dict would be a guard, broken by the call that fills it
-def _failure(name: str) -> str | None:
+def backend_failure(name: str) -> str | None:
     """Why a backend cannot be imported; None if it can."""
     if name not in _FAILURES:
         try:
@@ -130,7 +133,7 @@ def choose_backend(call: Call, name: str | None) -> Run:
     for candidate in [name] if name else BACKENDS:
         backend = _BACKENDS[candidate]
         refusal = backend.refusal(call) or (None if name else backend.reserve(call))
-        failure = None if refusal else _failure(candidate)
+        failure = None if refusal else backend_failure(candidate)
         if not (refusal or failure):
             return backend.load()
         if name:
@@ -149,7 +152,7 @@ def explain_call(call: Call) -> str:
     """A line per backend, in order of preference: whether it would run the call, or why not."""
     lines, chosen = [], False
     for name, backend in _BACKENDS.items():
-        verdict = backend.refusal(call) or backend.reserve(call) or _failure(name)
+        verdict = backend.refusal(call) or backend.reserve(call) or backend_failure(name)
         if verdict is None:
             verdict = "would serve, if asked for" if chosen else "runs"
             chosen = True

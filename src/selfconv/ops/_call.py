@@ -7,32 +7,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from selfconv.groups import Group, get_group
+from selfconv.ops._window import Pair, Window, is_whole, make_window
 
 
 @dataclass(frozen=True)
 class Call:
     """Arguments of ``affine_self_conv`` after all checks, with the group axis always there.
 
-    ψ is ``[C, |H|, k, k]``, or ``[C, C, |H|, k, k]`` if it maps channel to channel; None where the
+    ψ is ``[C, R, k, k]``, or ``[C, C, R, k, k]`` if it maps channel to channel; None where the
     features pass unfiltered. β is ``[C, k, k]``; None where nothing is added.
     """
 
     query: Tensor  # [N, C_k, |H|, h, w]
-    key: Tensor  # [N, C_k, |H|, h, w]
-    value: Tensor  # [N, C_v, |H|, h, w]
+    key: Tensor  # [N, C_k, R, h, w], R = 1 if the call lifts, else |H|
+    value: Tensor  # [N, C_v, R, h, w]
     psi_k: Tensor | None
     beta_k: Tensor | None
     psi_v: Tensor | None
     beta_v: Tensor | None
-    kernel_size: int
+    window: Window
     num_heads: int
     scale: float
     group: Group
+    lifting: bool = False  # from the plane: every P has the same query, and key and value have one plane
     packed: Tensor | None = None  # one tensor of which query, key and value are slices, in that order
 
     @property
@@ -54,9 +55,14 @@ class Call:
         """ψ and β as every element P of the group sees them: [C, (C,) P, R, k, k] and [C, P, k, k]."""
         dtype = self.compute_dtype
         return (
-            None if psi is None else self.group.steer(cast(psi, dtype)),
+            None if psi is None else steer(cast(psi, dtype), self.group, self.lifting),
             None if beta is None else self.group.steer(cast(beta, dtype), planar=True),
         )
+
+
+def steer(psi: Tensor, group: Group, lifting: bool) -> Tensor:
+    """ψ [..., R, k, k] as every element P of the group sees it: [..., P, R, k, k]; R = 1 if it lifts."""
+    return group.steer(psi.squeeze(-3), planar=True).unsqueeze(-3) if lifting else group.steer(psi)
 
 
 def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -84,10 +90,13 @@ def check_call(
     psi_v: Tensor | None,
     beta_v: Tensor | None,
     *,
-    kernel_size: int | None,
+    kernel_size: int | Pair | None,
     num_heads: int,
     scale: float | None,
     group: str | Group,
+    dilation: int | Pair = 1,
+    padding_mode: str = "zeros",
+    lifting: bool = False,
 ) -> Call:
     """Checks everything that a caller can get wrong; each error restates what was given."""
     group = get_group(group)
@@ -101,10 +110,12 @@ def check_call(
         placed = ", ".join(f"{name} on {t.device}" for name, t in given.items())
         raise ValueError(f"expected all tensors on one device; got {placed}")
 
-    layout = "[N, C, h, w]" if len(group) == 1 else f"[N, C, {len(group)}, h, w]"
+    planar = lifting or len(group) == 1
+    layout = "[N, C, h, w]" if planar else f"[N, C, {len(group)}, h, w]"
+    where = f"to be lifted to group {group.name!r}" if lifting else f"on group {group.name!r}"
     for name, t in features.items():
-        if t.dim() != (4 if len(group) == 1 else 5) or (len(group) > 1 and t.shape[2] != len(group)):
-            raise ValueError(f"{name}: expected {layout} on group {group.name!r}; got shape {list(t.shape)}")
+        if t.dim() != (4 if planar else 5) or not (planar or t.shape[2] == len(group)):
+            raise ValueError(f"{name}: expected {layout} {where}; got shape {list(t.shape)}")
     if query.shape != key.shape or key.shape[0] != value.shape[0] or key.shape[2:] != value.shape[2:]:
         raise ValueError(
             "query and key must have one shape, and value may differ from it in channels alone; "
@@ -114,34 +125,35 @@ def check_call(
     c_k, c_v = int(key.shape[1]), int(value.shape[1])  # torch.jit.trace makes tensors of sizes
     if min(c_k, c_v) < 1:
         raise ValueError(f"expected one channel or more; got {shapes(features)}")
-    if not (kernel_size is None or is_whole(kernel_size)):
-        raise TypeError(f"kernel_size: expected an odd integer ≥ 1; got {kernel_size!r}")
-    sizes = {(int(f.shape[-2]), int(f.shape[-1])) for f in filters.values() if f is not None}
     if kernel_size is not None:
-        sizes |= {(kernel_size, kernel_size)}
+        kernel_size = make_window(kernel_size, dilation, padding_mode, group).size
+    sizes = {(int(f.shape[-2]), int(f.shape[-1])) for f in filters.values() if f is not None and f.dim() > 1}
+    sizes |= set() if kernel_size is None else {kernel_size}
     if len(sizes) != 1:
         expected = (
             "one window size among psi and beta" if sizes else "kernel_size, as psi and beta are all None"
         )
         raise ValueError(f"expected {expected}; got {shapes(filters)}, kernel_size={kernel_size}")
-    (window,) = sizes
-    k = window[0]
-    if window[0] != window[1] or k % 2 == 0 or k < 1:
-        raise ValueError(f"expected a square window of odd size; got {list(window)} ({shapes(filters)})")
-    axis = () if len(group) == 1 else (len(group),)
+    window = make_window(sizes.pop(), dilation, padding_mode, group)
+    axis = () if planar else (len(group),)
     for suffix, c in (("k", c_k), ("v", c_v)):
         psi, beta = filters[f"psi_{suffix}"], filters[f"beta_{suffix}"]
-        if psi is not None and tuple(psi.shape) not in ((c, *axis, k, k), (c, c, *axis, k, k)):
+        one, dense = (c, *axis, *window.size), (c, c, *axis, *window.size)
+        if psi is not None and tuple(psi.shape) not in (one, dense):
             raise ValueError(
-                f"psi_{suffix}: expected {[c, *axis, k, k]}, or {[c, c, *axis, k, k]} to map channel to "
-                f"channel, for {c} channels on group {group.name!r}; got {list(psi.shape)}"
+                f"psi_{suffix}: expected {list(one)}, or {list(dense)} to map channel to channel, "
+                f"for {c} channels {where}; got {list(psi.shape)}"
             )
-        if beta is not None and tuple(beta.shape) != (c, k, k):
-            raise ValueError(f"beta_{suffix}: expected {[c, k, k]} for {c} channels; got {list(beta.shape)}")
+        if beta is not None and tuple(beta.shape) != (c, *window.size):
+            expected_beta = [c, *window.size]
+            raise ValueError(
+                f"beta_{suffix}: expected {expected_beta} for {c} channels; got {list(beta.shape)}"
+            )
     check_heads(num_heads, key=c_k, value=c_v)
 
-    if len(group) == 1:
+    if planar:
         query, key, value = query.unsqueeze(2), key.unsqueeze(2), value.unsqueeze(2)
+        query = query.expand(-1, -1, len(group), -1, -1) if lifting else query
         psi_k = None if psi_k is None else psi_k.unsqueeze(-3)
         psi_v = None if psi_v is None else psi_v.unsqueeze(-3)
     return Call(
@@ -152,10 +164,11 @@ def check_call(
         beta_k,
         psi_v,
         beta_v,
-        kernel_size=k,
+        window=window,
         num_heads=num_heads,
         scale=1 / c_k if scale is None else float(scale),
         group=group,
+        lifting=lifting and len(group) > 1,
     )
 
 
@@ -164,11 +177,6 @@ def check_float(name: str, t: Tensor) -> None:
         raise TypeError(f"{name}: expected a tensor; got {type(t).__name__}")
     if not t.is_floating_point():
         raise TypeError(f"{name}: expected a floating-point tensor; got {t.dtype} of shape {list(t.shape)}")
-
-
-def is_whole(number: object) -> bool:
-    """Whether a size is an integer, of Python or NumPy."""
-    return isinstance(number, int | np.integer)
 
 
 def check_heads(num_heads: int, **channels: int) -> None:

@@ -43,7 +43,10 @@ from selfconv.ops._numba_tiles import (
     MAPS,
     clear,
     copy,
+    mark_outside,
     options,
+    owned,
+    reached,
     read_arguments,
     read_map,
     read_table,
@@ -66,6 +69,7 @@ from selfconv.ops._simd import (
     repeat,
     splat,
     store,
+    tiny,
     zeros,
 )  # fmt: skip
 
@@ -118,6 +122,14 @@ def products(planes, window, a, unit, x, side, corner, sizes, out, affines):
 
 
 @njit(**options)
+def exclude(scores, outside, window, corner, taps):
+    """Adds −∞ to the scores of neighbours outside the image, where the tile ``outside`` has it."""
+    step = PARTS * lanes_of(scores)
+    for t in range(taps):
+        store(scores, t * step, load(scores, t * step) + load(outside, corner + window[t]))
+
+
+@njit(**options)
 def exponentiate(scores, log, shift, taps):
     """2^(score[t] − log − shift) in place of score[t]."""
     step = PARTS * lanes_of(scores)
@@ -127,7 +139,7 @@ def exponentiate(scores, log, shift, taps):
 
 
 @njit(**options)
-def attend(planes, window, unit, shift, taps_up, q, keys, values, row, sizes, out, logs, alpha):
+def attend(planes, window, unit, shift, taps_up, q, keys, values, row, sizes, out, logs, outside, alpha):
     """Output and log2-sum-exp2 along a row of one plane.
 
     Args:
@@ -135,14 +147,17 @@ def attend(planes, window, unit, shift, taps_up, q, keys, values, row, sizes, ou
         shift, taps_up: weights are divided by 2^shift = ``taps_up`` ≥ taps until they are normalised, so that
             no sum over the window is larger than its terms.
         row: where its first window begins.
+        outside: the tile of ``exclude``, if neighbours are excluded.
         alpha: room for α of one vector of positions.
     """
     R, taps, plane = len(planes), sizes.taps, sizes.plane
     lanes = lanes_of(q)
     step = PARTS * lanes
     for corner in range(row, row + sizes.columns * lanes, step):
-        x = corner + sizes.border * (sizes.stride + lanes)
+        x = corner + sizes.border * sizes.stride + sizes.margin * lanes
         products(planes, window, q, unit, x, keys, corner, sizes, alpha, None)
+        if sizes.exclude:
+            exclude(alpha, outside, window, corner, taps)
         largest = load(alpha, 0)
         for t in range(1, taps):
             largest = maximum(largest, load(alpha, t * step))
@@ -161,7 +176,7 @@ def attend(planes, window, unit, shift, taps_up, q, keys, values, row, sizes, ou
 
 @njit(**options)
 def softmax_backward(
-    planes, window, unit, scale, q, g, logs, keys, values, corner, x, sizes, alpha, ds, dq, affines
+    planes, window, unit, scale, q, g, logs, keys, values, corner, x, sizes, outside, alpha, ds, dq, affines
 ):
     """What the centres of one plane get of the gradient: α, ds and dquery.
 
@@ -171,10 +186,12 @@ def softmax_backward(
     taps, plane = sizes.taps, sizes.plane
     step = PARTS * lanes_of(q)
     products(planes, window, q, unit, x, keys, corner, sizes, alpha, affines)
+    if sizes.exclude:
+        exclude(alpha, outside, window, corner, taps)
     products(planes, window, g, scale, x, values, corner, sizes, ds, None)  # dα, at first
     exponentiate(alpha, load(logs, x), zeros(q), taps)  # scores of the same bits as logs were made from
     mean = zeros(q)  # Σ_t α[t] dα[t]
-    weights = zeros(q)  # Σ_t α[t]: one, but for the rounding of logs
+    weights = tiny(q)  # Σ_t α[t]: one, but for the rounding of logs; none where columns have no image
     for t in range(taps):
         weight = load(alpha, t * step)
         mean = fma(weight, load(ds, t * step), mean)
@@ -226,7 +243,7 @@ def pull_back(planes, pair, window, weights, a, x, side, corner, sizes, gradient
 @njit(**options)
 def row_backward(
     planes, pair, window, unit, scale, q, g, logs, keys, values, row, sizes,
-    dq, d_keys, d_values, sums_k, sums_v, alpha, ds, affines,
+    outside, dq, d_keys, d_values, sums_k, sums_v, alpha, ds, affines,
 ):  # fmt: skip
     """All gradients along a row of one plane or two.
 
@@ -237,13 +254,13 @@ def row_backward(
     step = PARTS * lanes
     plane, room = sizes.plane, sizes.taps * step
     for corner in range(row, row + sizes.columns * lanes, step):
-        x = corner + sizes.border * (sizes.stride + lanes)
+        x = corner + sizes.border * sizes.stride + sizes.margin * lanes
         for d in range(len(pair)):
             k, v = d * keys.channels * plane, d * values.channels * plane
             softmax_backward(
                 planes, window, unit, scale, advance(q, k), advance(g, v), advance(logs, d * plane),
                 of_plane(planes, keys, d, sizes), of_plane(planes, values, d, sizes), corner, x, sizes,
-                advance(alpha, d * room), advance(ds, d * room), advance(dq, k), affines,
+                outside, advance(alpha, d * room), advance(ds, d * room), advance(dq, k), affines,
             )  # fmt: skip
         pull_back(planes, pair, window, alpha, g, x, values, corner, sizes, d_values, sums_v)
         pull_back(planes, pair, window, ds, q, x, keys, corner, sizes, d_keys, sums_k)
@@ -263,8 +280,9 @@ def forward_worker(name, order):
     @native(_signature, f"forward-{name}-{order}")
     def worker(args):
         # not literals: Numba would compile what takes them once for each value
-        outward, inward = np.int64(0), np.int64(1)
+        outward, inward, none = np.int64(0), np.int64(1), np.int64(0)
         addresses, sizes = read_arguments(args)
+        reach = sizes.reach_j
         R, P, c_k, c_v, plane = len(planes), sizes.planes, sizes.c_k, sizes.c_v, sizes.plane
         entries = P * sizes.taps * (R + 1)
         window = pointer(addresses.window, np.int64)
@@ -282,7 +300,8 @@ def forward_worker(name, order):
         v = advance(k, c_k * R * plane)
         table_k = advance(v, c_v * R * plane)
         table_v = advance(table_k, entries * c_k * lanes)
-        alpha = advance(table_v, entries * c_v * lanes)
+        outside = advance(table_v, entries * c_v * lanes)
+        alpha = advance(outside, sizes.exclude * plane)
         keys, values = Side(c_k, k, table_k), Side(c_v, v, table_v)
         heads = np.int64(-1)  # whose tables are there
 
@@ -296,23 +315,26 @@ def forward_worker(name, order):
                     heads = task.heads
                     read_table(addresses.table_k, heads, entries * c_k, sizes, table_k)
                     read_table(addresses.table_v, heads, entries * c_v, sizes, table_v)
-                start, stop, above, below = task.start, task.stop, task.above, task.below
+                start, stop = task.start, task.stop
+                top, bottom = reached(start, stop, sizes)
+                if sizes.exclude:
+                    mark_outside(task, sizes, outside)
                 for b in range(task.first, task.last):
                     if sizes.strips > 1:  # else nothing writes where the border is
                         clear(k, (c_k + c_v) * R * plane)
-                    copy(inward, query, b, task, start, stop, P, plane, c_k * plane, sizes, q)
-                    copy(inward, key, b, task, above, below, R, R * plane, plane, sizes, k)
-                    copy(inward, value, b, task, above, below, R, R * plane, plane, sizes, v)
+                    copy(inward, query, b, task, start, stop, none, P, plane, c_k * plane, sizes, q)
+                    copy(inward, key, b, task, top, bottom, reach, R, R * plane, plane, sizes, k)
+                    copy(inward, value, b, task, top, bottom, reach, R, R * plane, plane, sizes, v)
                     for i in range(start, stop):
                         row = (i - start + sizes.halo - sizes.border) * sizes.stride
                         for p in range(P):
                             attend(
                                 planes, window, unit, shift, taps_up, advance(q, p * c_k * plane),
                                 of_plane(planes, keys, p, sizes), of_plane(planes, values, p, sizes), row,
-                                sizes, advance(o, p * c_v * plane), advance(logs, p * plane), alpha,
+                                sizes, advance(o, p * c_v * plane), advance(logs, p * plane), outside, alpha,
                             )  # fmt: skip
-                    copy(outward, out, b, task, start, stop, P, plane, c_v * plane, sizes, o)
-                    copy(outward, lse, b, task, start, stop, P, plane, plane, sizes, logs)
+                    copy(outward, out, b, task, start, stop, none, P, plane, c_v * plane, sizes, o)
+                    copy(outward, lse, b, task, start, stop, none, P, plane, plane, sizes, logs)
 
     return worker
 
@@ -326,8 +348,9 @@ def backward_worker(name, order):
     @native(_signature, f"backward-{name}-{order}")
     def worker(args):
         # not literals: Numba would compile what takes them once for each value
-        outward, inward = np.int64(0), np.int64(1)
+        outward, inward, none = np.int64(0), np.int64(1), np.int64(0)
         addresses, sizes = read_arguments(args)
+        reach = sizes.reach_j
         R, P, c_k, c_v, plane = len(planes), sizes.planes, sizes.c_k, sizes.c_v, sizes.plane
         entries = P * sizes.taps * (R + 1)
         window = pointer(addresses.window, np.int64)
@@ -353,7 +376,8 @@ def backward_worker(name, order):
         table_v = advance(table_k, entries * c_k * lanes)
         own_sums = advance(table_v, entries * c_v * lanes)  # of K, then of V
         others_sums = advance(own_sums, entries * (c_k + c_v) * lanes)
-        alpha = advance(others_sums, entries * (c_k + c_v) * lanes)
+        outside = advance(others_sums, entries * (c_k + c_v) * lanes)
+        alpha = advance(outside, sizes.exclude * plane)
         ds = advance(alpha, len(pair) * sizes.taps * PARTS * lanes)
         affines = advance(ds, len(pair) * sizes.taps * PARTS * lanes)
         keys, values = Side(c_k, k, table_k), Side(c_v, v, table_v)
@@ -370,15 +394,19 @@ def backward_worker(name, order):
                     read_table(addresses.table_k, heads, entries * c_k, sizes, table_k)
                     read_table(addresses.table_v, heads, entries * c_v, sizes, table_v)
                 start, stop, above, below = task.start, task.stop, task.above, task.below
+                top, bottom = reached(above, below, sizes)
+                first_own, last_own = owned(start, stop, sizes)
+                if sizes.exclude:
+                    mark_outside(task, sizes, outside)
                 clear(own_sums, entries * (c_k + c_v) * lanes)
                 for b in range(task.first, task.last):
                     if sizes.strips > 1:  # else nothing writes where the border is
                         clear(k, (c_k + c_v) * R * plane)
-                    copy(inward, query, b, task, above, below, P, plane, c_k * plane, sizes, q)
-                    copy(inward, grad, b, task, above, below, P, plane, c_v * plane, sizes, g)
-                    copy(inward, lse, b, task, above, below, P, plane, plane, sizes, logs)
-                    copy(inward, key, b, task, task.top, task.bottom, R, R * plane, plane, sizes, k)
-                    copy(inward, value, b, task, task.top, task.bottom, R, R * plane, plane, sizes, v)
+                    copy(inward, query, b, task, above, below, none, P, plane, c_k * plane, sizes, q)
+                    copy(inward, grad, b, task, above, below, none, P, plane, c_v * plane, sizes, g)
+                    copy(inward, lse, b, task, above, below, none, P, plane, plane, sizes, logs)
+                    copy(inward, key, b, task, top, bottom, reach, R, R * plane, plane, sizes, k)
+                    copy(inward, value, b, task, top, bottom, reach, R, R * plane, plane, sizes, v)
                     clear(d_k, (c_k + c_v) * R * plane)
                     for i in range(above, below):
                         row = (i - start + sizes.halo - sizes.border) * sizes.stride
@@ -390,13 +418,17 @@ def backward_worker(name, order):
                                 planes, pair, window, unit, scale, advance(q, p * c_k * plane),
                                 advance(g, p * c_v * plane), advance(logs, p * plane),
                                 of_plane(planes, keys, p, sizes), of_plane(planes, values, p, sizes), row,
-                                sizes, advance(dq, p * c_k * plane), d_k, d_v, advance(sums, first * c_k),
+                                sizes, outside, advance(dq, p * c_k * plane), d_k, d_v,
+                                advance(sums, first * c_k),
                                 advance(sums, entries * c_k * lanes + first * c_v), alpha, ds, affines,
                             )  # fmt: skip
-                    copy(outward, d_query, b, task, start, stop, P, plane, c_k * plane, sizes, dq)
-                    copy(outward, d_key, b, task, start, stop, R, R * plane, plane, sizes, d_k)
+                    copy(outward, d_query, b, task, start, stop, none, P, plane, c_k * plane, sizes, dq)
+                    copy(outward, d_key, b, task, first_own, last_own, reach, R, R * plane, plane, sizes, d_k)
                     if not shared:
-                        copy(outward, d_value, b, task, start, stop, R, R * plane, plane, sizes, d_v)
+                        copy(
+                            outward, d_value, b, task, first_own, last_own, reach, R, R * plane, plane, sizes,
+                            d_v,
+                        )  # fmt: skip
                 share = number // (sizes.head_blocks * sizes.strips) * sizes.strips + number % sizes.strips
                 write_sums(own_sums, heads, share, entries * c_k, sizes, d_table_k)
                 write_sums(

@@ -1,8 +1,9 @@
 """The memory of the CPU kernels: tiles, and what goes between them and the caller's tensors.
 
 A tile holds one channel and plane of a block of heads and images: ``[rows, columns, lanes]``, a lane for
-each head of each image. It has a border of zeros, so that no window needs a branch: ``halo`` rows above and
-below, half a window's columns left of each row, which serve the row before as its right border too.
+each head of each image. It has a border, so that no window needs a branch: ``halo`` rows above and below,
+``margin`` columns left of each row. The border holds zeros, and then the columns left of a row serve the row
+before as its right border too; or, as far as ``reach``, features that the caller has there.
 """
 
 # No `from __future__ import annotations`: Numba reads these functions, and they are not annotated.
@@ -27,8 +28,8 @@ COUNTERS = 2
 Addresses = namedtuple("Addresses", "scratch scale window table_k table_v")
 Sizes = namedtuple(
     "Sizes",
-    "tasks chunk scratch images planes height width c_k c_v taps shift border lane_images lane_heads "
-    "head_blocks batch strip strips halo stride plane columns",
+    "tasks chunk scratch images planes height width c_k c_v taps shift border margin reach_i reach_j exclude "
+    "lane_images lane_heads head_blocks batch strip strips halo stride plane columns",
 )
 # Features [N, C, P, h, w] of the caller: address and strides; then the channels of a head, how far apart
 # blocks of images and of heads are, and the address of a table that says where each lane's head begins.
@@ -37,10 +38,9 @@ SIZES = COUNTERS + len(Addresses._fields)
 MAPS = SIZES + len(Sizes._fields)
 MAP = len(Map._fields)
 
-# A task: blocks of images from first to last, a block of heads, rows from start to stop. The windows of
-# its rows reach from above to below; so do the rows whose windows reach its own, and their windows reach
-# from top to bottom.
-Task = namedtuple("Task", "first last heads start stop above below top bottom")
+# A task: blocks of images from first to last, a block of heads, rows from start to stop. The rows whose
+# windows reach its own are those from above to below.
+Task = namedtuple("Task", "first last heads start stop above below")
 
 options = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 # Only kernels call these functions; a quarter of the time to compile would go into calls from elsewhere.
@@ -65,8 +65,33 @@ def read_task(task, sizes):
     first, last = batch * sizes.batch, min((batch + 1) * sizes.batch, blocks)
     start, stop = strip * sizes.strip, min((strip + 1) * sizes.strip, sizes.height)
     above, below = max(start - sizes.border, 0), min(stop + sizes.border, sizes.height)
-    top, bottom = max(above - sizes.border, 0), min(below + sizes.border, sizes.height)
-    return Task(first, last, heads, start, stop, above, below, top, bottom)
+    return Task(first, last, heads, start, stop, above, below)
+
+
+@njit(**options)
+def reached(first, stop, sizes):
+    """The rows of keys and values in the windows of rows from first to stop."""
+    top, bottom = -sizes.reach_i, sizes.height + sizes.reach_i
+    return max(first - sizes.border, top), min(stop + sizes.border, bottom)
+
+
+@njit(**options)
+def owned(start, stop, sizes):
+    """The rows of keys and values of which the rows from start to stop write the gradient."""
+    top, bottom = -sizes.reach_i, sizes.height + sizes.reach_i
+    return start if start > 0 else top, stop if stop < sizes.height else bottom
+
+
+@njit(**options)
+def mark_outside(task, sizes, tile):
+    """A tile that is 0 inside the image and −∞ outside: added to a score, it excludes a neighbour."""
+    lanes = lanes_of(tile)
+    for i in range(sizes.plane):
+        tile[i] = -np.inf
+    first = max(task.start - sizes.halo, 0)
+    for i in range(first, min(task.start + sizes.strip + sizes.halo, sizes.height)):
+        row = (i - task.start + sizes.halo) * sizes.stride + sizes.margin * lanes
+        clear(advance(tile, row), sizes.width * lanes)
 
 
 @njit(**options)
@@ -76,21 +101,23 @@ def clear(p, n):
 
 
 @njit(**options)
-def copy(inward, features, block, task, first, stop, planes, c_step, p_step, sizes, tiles):
+def copy(inward, features, block, task, first, stop, reach, planes, c_step, p_step, sizes, tiles):
     """Rows from first to stop of a block of images into tiles, or back.
 
     Args:
+        reach: how many columns the features have beyond the image, on either side.
         c_step, p_step: numbers from one channel's tile to the next, and from one plane's.
     """
     lanes = lanes_of(tiles)
     present = min(sizes.images - block * sizes.lane_images, sizes.lane_images) * sizes.lane_heads
-    outside = advance(pointer(features.data, tiles), block * features.block_n + task.heads * features.block_h)
-    inside = advance(tiles, (sizes.halo - task.start) * sizes.stride + sizes.border * lanes)
+    begin = block * features.block_n + task.heads * features.block_h - reach * features.j
+    outside = advance(pointer(features.data, tiles), begin)
+    inside = advance(tiles, (sizes.halo - task.start) * sizes.stride + (sizes.margin - reach) * lanes)
     for p in range(planes):
         for i in range(first, stop):
             copy_row(
-                inward, features, advance(outside, p * features.p + i * features.i), present, sizes.width,
-                c_step, advance(inside, p * p_step + i * sizes.stride),
+                inward, features, advance(outside, p * features.p + i * features.i), present,
+                sizes.width + 2 * reach, c_step, advance(inside, p * p_step + i * sizes.stride),
             )  # fmt: skip
 
 

@@ -188,6 +188,13 @@ def zeros(typingctx: Any, p: Any) -> Any:
     return t(p), lambda context, builder, sig, args: _constant(t, 0.0)
 
 
+@intrinsic
+def tiny(typingctx: Any, p: Any) -> Any:
+    """In all lanes a number to which a sum of about 1 may be added without a change, and which is not 0."""
+    t = Vector(p.dtype)
+    return t(p), lambda context, builder, sig, args: _constant(t, 1e-30)
+
+
 def _transpose(builder: ir.IRBuilder, t: Vector, source: list[ir.Value], target: list[ir.Value]) -> None:
     """Writes a square, whose rows are at these addresses, to those with its axes swapped.
 

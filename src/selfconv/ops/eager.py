@@ -1,7 +1,8 @@
 """The operation in vectorised PyTorch: any device and dtype, dense ψ, differentiable, exportable.
 
-It unfolds: k² shifted copies of the keys and values are in memory at once. That makes it simple, and the
-form to export (plain operators only), but slow and large; the kernels beside it never do.
+It unfolds: for every offset of the window a shifted copy of keys and values is in memory. That makes it
+simple, but slow and large; the kernels beside it never do. Exports use it only for attention whose window is
+not square, dilated or has other borders than zeros.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selfconv.ops._call import Call, cast
+from selfconv.ops._window import Pair, Window
 
 Filters = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # ψ^K, β^K, ψ^V, β^V
 
@@ -19,12 +21,12 @@ def run(call: Call) -> Tensor:
     return run_with_attention(call)[0]
 
 
-def run_with_attention(call: Call) -> tuple[Tensor, Tensor]:
-    """The aggregated values [N, C_v, P, h, w] and the weights α [N, heads, P, k·k, h, w]."""
+def run_with_attention(call: Call, dropout_p: float = 0.0) -> tuple[Tensor, Tensor]:
+    """The aggregated values [N, C_v, P, h, w] and the weights α [N, heads, P, taps, h, w]."""
     dtype = call.compute_dtype
     filters = (*call.steered(call.psi_k, call.beta_k), *call.steered(call.psi_v, call.beta_v))
     features = (cast(call.query, dtype), cast(call.key, dtype), cast(call.value, dtype))
-    out, alpha = attend(*features, filters, call.kernel_size, call.num_heads, call.scale)
+    out, alpha = attend(*features, filters, call.window, call.num_heads, call.scale, dropout_p)
     return cast(out, call.value.dtype), alpha
 
 
@@ -33,29 +35,34 @@ def attend(
     key: Tensor,
     value: Tensor,
     filters: Filters,
-    kernel_size: int,
+    window: Window,
     num_heads: int,
     scale: float,
+    dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """The operation on features [N, C, R, h, w] with filters that are steered, as ``affine_map`` has them."""
     psi_k, beta_k, psi_v, beta_v = filters
-    products = query.unsqueeze(3) * affine_map(key, psi_k, beta_k, kernel_size)  # [N, C_k, P, k·k, h, w]
+    products = query.unsqueeze(3) * affine_map(key, psi_k, beta_k, window)  # [N, C_k, P, taps, h, w]
     scores = products.unflatten(1, (num_heads, -1)).sum(2) * scale
-    alpha = scores.softmax(3)  # [N, heads, P, k·k, h, w]
-    a_v = affine_map(value, psi_v, beta_v, kernel_size)
+    if window.padding_mode == "exclude":
+        inside = neighbours(key.new_ones(key.shape[-2:]), window)  # [taps, h, w]
+        scores = scores + inside.log()  # −∞ outside the image
+    alpha = scores.softmax(3)  # [N, heads, P, taps, h, w]
+    alpha = F.dropout(alpha, dropout_p) if dropout_p else alpha
+    a_v = affine_map(value, psi_v, beta_v, window)
     out = (alpha.unsqueeze(2) * a_v.unflatten(1, (num_heads, -1))).sum(4).flatten(1, 2)
     return out, alpha
 
 
-def affine_map(f: Tensor, psi: Tensor | None, beta: Tensor | None, k: int) -> Tensor:
-    """Σ_R A_(P,x)[f](R, y) for every centre (P, x) and neighbour y: [N, C, P, k·k, h, w].
+def affine_map(f: Tensor, psi: Tensor | None, beta: Tensor | None, window: Window) -> Tensor:
+    """Σ_R A_(P,x)[f](R, y) for every centre (P, x) and neighbour y: [N, C, P, taps, h, w].
 
     Args:
         f: ``[N, C, R, h, w]``.
         psi: steered, ``[C, P, R, k, k]`` or dense ``[C_out, C, P, R, k, k]``; None passes f as it is.
         beta: steered, ``[C, P, k, k]``; None adds nothing.
     """
-    a = windows(f, k)  # [N, C, R, k·k, h, w]
+    a = neighbours(f, window)  # [N, C, R, taps, h, w]
     if psi is not None:
         psi = psi.flatten(-2)
         if psi.dim() == 5:
@@ -67,8 +74,27 @@ def affine_map(f: Tensor, psi: Tensor | None, beta: Tensor | None, k: int) -> Te
     return a if beta is None else a + beta.flatten(-2)[..., None, None]
 
 
-def windows(f: Tensor, k: int) -> Tensor:
-    """The k×k neighbourhood of every position, zero outside the map: [..., h, w] -> [..., k·k, h, w]."""
+def neighbours(f: Tensor, window: Window) -> Tensor:
+    """f(x + t) for every offset t of the window: [..., h, w] -> [..., taps, h, w]."""
     h, w = f.shape[-2:]
-    padded = F.pad(f, (k // 2,) * 4)
-    return padded.unfold(-2, h, 1).unfold(-2, w, 1).flatten(-4, -3)  # k ways to lay h rows, k for w columns
+    d_i, d_j = window.dilation
+    return pad(f, window).unfold(-2, h, d_i).unfold(-2, w, d_j).flatten(-4, -3)  # ways to lay rows, columns
+
+
+def pad(f: Tensor, window: Window) -> Tensor:
+    """f with what is outside the image, as far as the window reaches: zeros, or f repeated."""
+    i, j = window.reach
+    return pad_circular(f, (i, j)) if window.padding_mode == "circular" else F.pad(f, (j, j, i, i))
+
+
+def pad_circular(f: Tensor, reach: Pair) -> Tensor:
+    """f repeated, in rows and columns, as far as the window reaches, which may be further than once."""
+    if 0 in f.shape[-2:]:
+        return F.pad(f, (reach[1], reach[1], reach[0], reach[0]))
+    for axis, r in zip((-2, -1), reach, strict=True):
+        while r > 0:  # once, unless the window reaches further than the image is long
+            n = f.shape[axis]
+            step = min(r, n)
+            f = torch.cat([f.narrow(axis, n - step, step), f, f.narrow(axis, 0, step)], axis)
+            r -= step
+    return f

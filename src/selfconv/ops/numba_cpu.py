@@ -23,41 +23,55 @@ from torch.utils.flop_counter import register_flop_formula
 from selfconv.ops import _numba_kernels as kernels
 from selfconv.ops._call import Call
 from selfconv.ops._flops import affine_self_conv_flops
-from selfconv.ops._numba_tiles import COUNTERS, Map, Sizes
+from selfconv.ops._numba_tiles import COUNTERS, MAP, MAPS, Map, Sizes
 from selfconv.ops._simd import PART_BYTES, PARTS
 from selfconv.ops._threads import num_threads, run_workers
 from selfconv.ops._transforms import (
     check_gradient,
+    derivative_refusal,
     refuse_second_derivative,
     refuse_tangents,
     register_vmap,
 )
+from selfconv.ops._window import Window
+from selfconv.ops.eager import pad_circular
 
 TASKS = 16  # as many as are worth sharing out: fewer are cut into strips of rows
+SHAPES = 64  # whose argument blocks a layer keeps, at most
 
 
 def run(call: Call) -> Tensor:
     dtype = call.compute_dtype
-    features = [call.query, call.key, call.value] if call.packed is None else [call.packed]
+    window = call.window
+    if window.padding_mode == "circular":
+        features = [call.query, *(pad_circular(f, window.reach) for f in (call.key, call.value))]
+    else:
+        features = [call.query, call.key, call.value] if call.packed is None else [call.packed]
+    table_k, table_v = signed_tables(call)
+    out, _ = torch.ops.selfconv.numba_forward(
+        [f.to(dtype) for f in features], table_k, table_v, abs(call.scale), list(window.dilation),
+        window.padding_mode == "exclude",
+    )  # fmt: skip
+    return out.to(call.value.dtype)
+
+
+def signed_tables(call: Call) -> tuple[Tensor, Tensor]:
+    """The filter tables of keys and values; the kernels take the largest product for the largest score."""
     table_k = filter_table(call, call.psi_k, call.beta_k, call.key.shape[1])
     table_v = filter_table(call, call.psi_v, call.beta_v, call.value.shape[1])
-    if call.scale < 0:  # the kernels take the largest product for the largest score
-        table_k = -table_k
-    out, _ = torch.ops.selfconv.numba_forward(
-        [f.to(dtype) for f in features], table_k, table_v, abs(call.scale)
-    )
-    return out.to(call.value.dtype)
+    return (-table_k if call.scale < 0 else table_k), table_v
 
 
 def filter_table(call: Call, psi: Tensor | None, beta: Tensor | None, channels: int) -> Tensor:
     """ψ and β as every plane P sees them: [heads, P, channels/heads, k, k, R + 1], β last."""
-    order, k = len(call.group), call.kernel_size
+    order, size = len(call.group), call.window.size
     psi, beta = call.steered(psi, beta)
     if psi is None:  # every plane passes as it is
         identity = torch.eye(order, dtype=call.compute_dtype)
-        psi = identity[None, :, :, None, None].expand(channels, -1, -1, k, k)
+        identity = identity[:, :1].fill_(1) if call.lifting else identity  # the one plane there is
+        psi = identity[None, :, :, None, None].expand(channels, -1, -1, *size)
     if beta is None:
-        beta = psi.new_zeros(channels, order, k, k)
+        beta = psi.new_zeros(channels, order, *size)
     table = torch.cat([psi, beta.unsqueeze(2)], 2)  # [C, P, R + 1, k, k]
     return table.unflatten(0, (call.num_heads, -1)).permute(0, 2, 1, 4, 5, 3).contiguous()
 
@@ -75,6 +89,12 @@ def _split(features: Sequence[Tensor], table_k: Tensor, table_v: Tensor) -> tupl
     return q, k, v
 
 
+def _interior(f: Tensor, q: Tensor) -> Tensor:
+    """The part of f under q: keys and values that go on beyond the image have what its borders see."""
+    (h, w), (rows, columns) = q.shape[-2:], f.shape[-2:]
+    return f if (rows, columns) == (h, w) else f[..., (rows - h) // 2 :, (columns - w) // 2 :][..., :h, :w]
+
+
 def _features_like(x: Tensor, channels: int, planes: int) -> Tensor:
     """Unwritten features in the memory order of x: channels innermost, or contiguous."""
     n, _, _, h, w = x.shape
@@ -85,19 +105,31 @@ def _features_like(x: Tensor, channels: int, planes: int) -> Tensor:
 
 @torch.library.custom_op("selfconv::numba_forward", mutates_args=(), device_types="cpu")
 def numba_forward(
-    features: Sequence[Tensor], table_k: Tensor, table_v: Tensor, scale: float
+    features: Sequence[Tensor],
+    table_k: Tensor,
+    table_v: Tensor,
+    scale: float,
+    dilation: Sequence[int],
+    exclude: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The aggregated values and the log2-sum-exp2 of the scores, [N, heads, P, h, w]."""
+    """The aggregated values and the log2-sum-exp2 of the scores, [N, heads, P, h, w].
+
+    Args:
+        features: q, k and v, or one tensor of all three. k and v may go on beyond q on every side as far as
+            the window reaches; else they are zero there.
+        dilation: of rows and of columns.
+        exclude: whether neighbours outside the image are left out of the softmax.
+    """
     refuse_tangents()
     q, k, v = _split(features, table_k, table_v)
     out, lse = _outputs(q, v, table_k, table_v)
-    plan = _plan(q, table_k, table_v, walks=1)
-    _run(kernels.forward_worker, plan, (q, k, v, out, lse), (), table_k, table_v, scale)
+    tiling = _tiling(q, k, table_k, table_v, dilation, exclude, walks=1)
+    _run(kernels.forward_worker, tiling, (q, k, v, out, lse), (), table_k, table_v, scale)
     return out, lse
 
 
 @numba_forward.register_fake
-def _(features: Sequence[Tensor], table_k: Tensor, table_v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _(features: Sequence[Tensor], table_k: Tensor, table_v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     q, _, v = _split(features, table_k, table_v)
     return _outputs(q, v, table_k, table_v)
 
@@ -105,28 +137,38 @@ def _(features: Sequence[Tensor], table_k: Tensor, table_v: Tensor, scale: float
 def _outputs(q: Tensor, v: Tensor, table_k: Tensor, table_v: Tensor) -> tuple[Tensor, Tensor]:
     n, _, planes, h, w = q.shape
     channels = table_v.shape[0] * table_v.shape[2]
-    return _features_like(v, channels, planes), q.new_empty(n, table_k.shape[0], planes, h, w)
+    padded = v.shape[-2:] != q.shape[-2:]  # and so contiguous
+    return _features_like(q if padded else v, channels, planes), q.new_empty(
+        n, table_k.shape[0], planes, h, w
+    )
 
 
 @torch.library.custom_op("selfconv::numba_backward", mutates_args=(), device_types="cpu")
 def numba_backward(
-    grad: Tensor, features: Sequence[Tensor], table_k: Tensor, table_v: Tensor, lse: Tensor, scale: float
+    grad: Tensor,
+    features: Sequence[Tensor],
+    table_k: Tensor,
+    table_v: Tensor,
+    lse: Tensor,
+    scale: float,
+    dilation: Sequence[int],
+    exclude: bool,
 ) -> tuple[list[Tensor], Tensor, Tensor]:
     """The gradients of the features, shaped as they were given, and of the two tables."""
     refuse_tangents()
     q, k, v = _split(features, table_k, table_v)
     d_features = _gradients(features)
-    plan = _plan(q, table_k, table_v, walks=2)
+    tiling = _tiling(q, k, table_k, table_v, dilation, exclude, walks=2)
     # added up in one order, whatever threads there were: the same bits every time
-    d_table_k, d_table_v = (table.new_zeros(plan.shares, *table.shape) for table in (table_k, table_v))
+    d_table_k, d_table_v = (table.new_zeros(tiling.shares, *table.shape) for table in (table_k, table_v))
     maps = (q, k, v, grad, lse, *_split(d_features, table_k, table_v))
-    _run(kernels.backward_worker, plan, maps, (d_table_k, d_table_v), table_k, table_v, scale)
+    _run(kernels.backward_worker, tiling, maps, (d_table_k, d_table_v), table_k, table_v, scale)
     return d_features, d_table_k.sum(0), d_table_v.sum(0)
 
 
 @numba_backward.register_fake
 def _(
-    grad: Tensor, features: Sequence[Tensor], table_k: Tensor, table_v: Tensor, lse: Tensor, scale: float
+    grad: Tensor, features: Sequence[Tensor], table_k: Tensor, table_v: Tensor, *_: Any
 ) -> tuple[list[Tensor], Tensor, Tensor]:
     return _gradients(features), torch.empty_like(table_k), torch.empty_like(table_v)
 
@@ -136,7 +178,7 @@ def _gradients(features: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    features, table_k, table_v, ctx.scale = inputs
+    features, table_k, table_v, *ctx.options = inputs
     ctx.save_for_backward(*features, table_k, table_v, output[1])
     ctx.set_materialize_grads(False)
 
@@ -144,12 +186,12 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
 def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> Any:
     *features, table_k, table_v, lse = ctx.saved_tensors
     if grad is None:
-        return [None] * len(features), None, None, None
+        return [None] * len(features), None, None, None, None, None
     check_gradient(grad)
     d_features, d_table_k, d_table_v = torch.ops.selfconv.numba_backward(
-        grad, features, table_k, table_v, lse, ctx.scale
+        grad, features, table_k, table_v, lse, *ctx.options
     )
-    return d_features, d_table_k, d_table_v, None
+    return d_features, d_table_k, d_table_v, None, None, None
 
 
 numba_forward.register_autograd(_backward, setup_context=_setup_context)
@@ -162,10 +204,10 @@ register_vmap(numba_backward)
 def _forward_flops(features: Any, table_k: Any, table_v: Any, *args: Any, **kwargs: Any) -> int:
     """From the shapes, which is what torch hands to such a formula."""
     n, _, _, h, w = features[0]
-    heads, planes, c_k, k, _, r1 = table_k
+    heads, planes, c_k, *size, r1 = table_k
     c_v = table_v[2]
     query, value = (n, heads * c_k, planes, h, w), (n, heads * c_v, planes, h, w)
-    psi_k, psi_v = (heads * c_k, r1 - 1, k, k), (heads * c_v, r1 - 1, k, k)
+    psi_k, psi_v = (heads * c_k, r1 - 1, *size), (heads * c_v, r1 - 1, *size)
     return affine_self_conv_flops(query, query, value, psi_k, None, psi_v, None)
 
 
@@ -175,7 +217,7 @@ def _backward_flops(grad: Any, features: Any, table_k: Any, table_v: Any, *args:
     return 3 * _forward_flops(features, table_k, table_v)
 
 
-class Plan(NamedTuple):
+class Tiling(NamedTuple):
     """How the kernels cut calls of one shape into tasks, and where their memory is."""
 
     sizes: Sizes
@@ -186,26 +228,37 @@ class Plan(NamedTuple):
     scratch: tuple[int, int]  # threads, and numbers for each
 
 
-def _plan(q: Tensor, table_k: Tensor, table_v: Tensor, walks: int) -> Plan:
+def _tiling(
+    q: Tensor,
+    k: Tensor,
+    table_k: Tensor,
+    table_v: Tensor,
+    dilation: Sequence[int],
+    exclude: bool,
+    walks: int,
+) -> Tiling:
     n, _, planes, h, w = q.shape
-    heads, _, c_k, k, _, r1 = table_k.shape
-    return make_plan(
-        n, planes, h, w, heads, c_k, table_v.shape[2], k, r1 - 1, q.element_size(), walks, num_threads()
-    )
+    heads, _, c_k, *size, r1 = table_k.shape
+    window = Window((size[0], size[1]), (dilation[0], dilation[1]))
+    return make_tiling(
+        n, planes, h, w, heads, c_k, table_v.shape[2], window, k.shape[-2:] != q.shape[-2:], exclude, r1 - 1,
+        q.element_size(), walks, num_threads(),
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=256)
-def make_plan(
-    n: int, planes: int, h: int, w: int, heads: int, c_k: int, c_v: int, k: int, order: int, itemsize: int,
-    walks: int, threads: int,
-) -> Plan:  # fmt: skip
+def make_tiling(
+    n: int, planes: int, h: int, w: int, heads: int, c_k: int, c_v: int, window: Window, padded: bool,
+    exclude: bool, order: int, itemsize: int, walks: int, threads: int,
+) -> Tiling:  # fmt: skip
     """
     Tasks depend on shapes alone, and so do the bits of the result: threads only share them out.
 
     Args:
+        padded: whether keys and values go on beyond the image.
         walks: how many windows' reach a strip of rows needs of its neighbours: one forwards, two backwards.
     """
-    lanes, border, taps = PART_BYTES // itemsize, k // 2, k * k
+    lanes, taps, (border, margin) = PART_BYTES // itemsize, window.taps, window.reach
     lane_heads = math.gcd(heads, lanes)
     lane_images, head_blocks = lanes // lane_heads, heads // lane_heads
     blocks = math.ceil(n / lane_images)
@@ -215,30 +268,33 @@ def make_plan(
     strip = min(h, max(math.ceil(h / parts), 4 * border * (walks - 1) + 4))
     strips = math.ceil(h / max(strip, 1))
 
-    halo = walks * border
+    halo = border if strips == 1 else walks * border
     columns = math.ceil(w / PARTS) * PARTS
-    stride = (columns + border) * lanes  # the border left of a row is that right of the row before
-    plane = (strip + 2 * halo) * stride + (border + 1) * lanes
-    tiles = (planes * (2 * c_k + c_v + 1) + 2 * order * (c_k + c_v)) * plane
+    # zeros left of a row are those right of the row before
+    stride = (columns + (2 if padded else 1) * margin) * lanes
+    plane = (strip + 2 * halo) * stride + (margin + 1) * lanes
+    tiles = planes * (2 * c_k + c_v + 1) + 2 * order * (c_k + c_v) + exclude
     filters = planes * taps * (order + 1) * (c_k + c_v) * lanes
-    size = tiles + 3 * filters + (4 + c_k) * taps * PARTS * lanes
+    size = tiles * plane + 3 * filters + (4 + c_k) * taps * PARTS * lanes
     size = math.ceil(size / (2 * lanes)) * 2 * lanes  # whole cache lines, each thread its own
 
     tasks = batches * head_blocks * strips
     chunk = head_blocks * strips if batches >= 2 * threads else 1  # whole images stay on one core
     sizes = Sizes(
-        tasks, chunk, size, n, planes, h, w, c_k, c_v, taps, (taps - 1).bit_length(), border, lane_images,
-        lane_heads, head_blocks, batch, strip, strips, halo, stride, plane, columns,
+        tasks, chunk, size, n, planes, h, w, c_k, c_v, taps, (taps - 1).bit_length(), border, margin,
+        border * padded, margin * padded, exclude, lane_images, lane_heads, head_blocks, batch, strip, strips,
+        halo, stride, plane, columns,
     )  # fmt: skip
-    window = (np.arange(k)[:, None] * stride + np.arange(k) * lanes).ravel()
-    return Plan(
-        sizes, window, *np.divmod(np.arange(lanes), lane_heads), batches * strips, (min(threads, tasks), size)
-    )
+    rows, cells = (np.arange(k) * d for k, d in zip(window.size, window.dilation, strict=True))
+    return Tiling(
+        sizes, (rows[:, None] * stride + cells * lanes).ravel(), *np.divmod(np.arange(lanes), lane_heads),
+        batches * strips, (min(threads, tasks), size),
+    )  # fmt: skip
 
 
 def _run(
     make_worker: Any,
-    plan: Plan,
+    tiling: Tiling,
     maps: tuple[Tensor, ...],
     outputs: tuple[Tensor, ...],
     table_k: Tensor,
@@ -246,16 +302,31 @@ def _run(
     scale: float,
 ) -> None:
     """Lays the argument block out as the kernels read it, and runs them."""
-    q, sizes = maps[0], plan.sizes
+    q = maps[0]
+    maps = tuple(_interior(x, q) for x in maps)
     if q.numel() == 0:
         return
-    threads = plan.scratch[0]
-    scratch, scales = q.new_empty(plan.scratch), np.array([scale])
-    heads, *_, r1 = table_k.shape
+    scratch, scales = q.new_empty(tiling.scratch), np.array([scale])
+    block, _lanes = argument_block(tiling, maps, outputs, table_k, table_v, scratch, scales)
+    dtype = "float32" if q.dtype == torch.float32 else "float64"
+    run_workers(make_worker(dtype, table_k.shape[-1] - 1).address, block.ctypes.data, tiling.scratch[0])
+
+
+def argument_block(
+    tiling: Tiling,
+    maps: tuple[Tensor, ...],
+    outputs: tuple[Tensor, ...],
+    table_k: Tensor,
+    table_v: Tensor,
+    scratch: Tensor,
+    scales: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The argument block, and the table of lanes that it points to, which has to live as long."""
+    sizes, heads = tiling.sizes, table_k.shape[0]
     strides = np.array([x.stride() for x in maps])  # [maps, 5]
     channels = np.array([x.shape[1] // heads for x in maps])
     head_strides = channels * strides[:, 1]
-    lanes = np.outer(strides[:, 0], plan.images) + np.outer(head_strides, plan.heads)  # where they begin
+    lanes = np.outer(strides[:, 0], tiling.images) + np.outer(head_strides, tiling.heads)  # where they begin
     described = np.empty((len(maps), len(Map._fields)), np.int64)
     described[:, 0] = [x.data_ptr() for x in maps]
     described[:, 1:5] = strides[:, 1:]
@@ -264,9 +335,70 @@ def _run(
     described[:, 7] = head_strides * sizes.lane_heads
     described[:, 8] = lanes.ctypes.data + lanes.strides[0] * np.arange(len(maps))
     counters = [0] * COUNTERS
-    shared = scratch.data_ptr(), scales.ctypes.data, plan.window.ctypes.data
+    shared = scratch.data_ptr(), scales.ctypes.data, tiling.window.ctypes.data
     tables = table_k.data_ptr(), table_v.data_ptr()
     addresses = [x.data_ptr() for x in outputs]
     block = np.array([*counters, *shared, *tables, *sizes, *described.ravel(), *addresses], np.int64)
-    dtype = "float32" if q.dtype == torch.float32 else "float64"
-    run_workers(make_worker(dtype, r1 - 1).address, block.ctypes.data, threads)
+    return block, lanes
+
+
+class PreparedForward:
+    """Calls of the forward pass with fixed filter tables, without what depends on shapes alone.
+
+    The argument block of a shape is made once, and copied for each call, which fills in its own addresses:
+    calls from several threads do not meet. Not differentiable, and not for tracers: ``serves`` tells.
+    """
+
+    def __init__(self, scale: float) -> None:
+        self.scales = np.array([scale])
+        self._blocks: dict[tuple[Any, ...], tuple[np.ndarray, Any, Any, list[int]]] = {}
+
+    @staticmethod
+    def serves(packed: Tensor, table: Tensor) -> bool:
+        """Whether nothing observes the call: no autograd, transform, tracer or mode of torch."""
+        return (
+            type(packed) is Tensor
+            and packed.dtype == table.dtype
+            and packed.device.type == table.device.type == "cpu"
+            and not (packed.requires_grad and torch.is_grad_enabled())
+            and not torch.compiler.is_compiling()
+            and not torch.jit.is_tracing()
+            and torch._C._len_torch_dispatch_stack() == 0
+            and not torch._C._functorch.get_interpreter_stack()
+            and derivative_refusal() is None
+        )
+
+    def __call__(self, packed: Tensor, table_k: Tensor, table_v: Tensor) -> Tensor:
+        n, _, planes, h, w = packed.shape
+        out = _features_like(packed, table_v.shape[0] * table_v.shape[2], planes)
+        lse = packed.new_empty(n, table_k.shape[0], planes, h, w)
+        if out.numel() == 0:
+            return out
+        key = (packed.shape, packed.stride(), packed.dtype, num_threads())
+        prepared = self._blocks.get(key)
+        if prepared is None:  # never read back from the dict, which another thread may clear
+            if len(self._blocks) >= SHAPES:
+                self._blocks.clear()
+            prepared = self._blocks[key] = self._prepare(packed, out, lse, table_k, table_v)
+        template, tiling, kept, offsets = prepared
+        block = template.copy()
+        scratch = packed.new_empty(tiling.scratch)
+        data = packed.data_ptr()
+        block[COUNTERS] = scratch.data_ptr()
+        block[COUNTERS + 3], block[COUNTERS + 4] = table_k.data_ptr(), table_v.data_ptr()
+        block[MAPS : MAPS + 5 * MAP : MAP] = [
+            *(data + offset for offset in offsets), out.data_ptr(), lse.data_ptr()
+        ]  # fmt: skip
+        run_workers(kept[1], block.ctypes.data, tiling.scratch[0])
+        return out
+
+    def _prepare(
+        self, packed: Tensor, out: Tensor, lse: Tensor, table_k: Tensor, table_v: Tensor
+    ) -> tuple[np.ndarray, Tiling, Any, list[int]]:
+        q, k, v = _split([packed], table_k, table_v)
+        tiling = _tiling(q, k, table_k, table_v, (1, 1), False, walks=1)
+        scratch = packed.new_empty(0)
+        block, lanes = argument_block(tiling, (q, k, v, out, lse), (), table_k, table_v, scratch, self.scales)
+        dtype = "float32" if q.dtype == torch.float32 else "float64"
+        worker = kernels.forward_worker(dtype, table_k.shape[-1] - 1).address
+        return block, tiling, (lanes, worker), [x.data_ptr() - packed.data_ptr() for x in (q, k, v)]

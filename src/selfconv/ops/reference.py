@@ -10,6 +10,9 @@ on G ``[d, |H|, k, k]``. A ψ with one leading axis more, ``[d, d, ...]``, maps 
 channels (dense) where the other scales each channel by itself.
 
 Images are zero outside their borders; β is still added there, and every softmax includes the whole window.
+The paper knows no other window than this square one. Eq. 19, 20 and 24 take others too, by their last
+argument: rectangles, neighbours ``dilation`` apart, images that repeat (``"circular"``) and neighbours
+outside the image that are left out (``"exclude"``).
 ``num_heads`` splits the channels into equal groups, each with its own scores (the multi-head mechanism).
 ``scale`` multiplies the dot product of the score.
 """
@@ -26,6 +29,7 @@ from torch import Tensor
 from selfconv import _harmonics
 from selfconv.groups import Group
 from selfconv.ops._call import Call
+from selfconv.ops._window import Window
 
 Position = tuple[int, int]
 Scores = dict[Position, Tensor]  # α(x, ·): neighbour y -> one weight per head
@@ -34,11 +38,15 @@ Scores = dict[Position, Tensor]  # α(x, ·): neighbour y -> one weight per head
 # ---- functions on the grid: evaluation, extent, the operator L ----
 
 
-def at(f: Tensor, y: Position) -> Tensor:
-    """f(y): the vector at y, zero outside the image."""
-    i, j = y
+def at(f: Tensor, y: Position, circular: bool = False) -> Tensor:
+    """f(y): the vector at y; outside the image zero, or that of the image repeated."""
     h, w = f.shape[-2:]
-    return f[..., i, j] if 0 <= i < h and 0 <= j < w else torch.zeros_like(f[..., 0, 0])
+    i, j = (y[0] % h, y[1] % w) if circular else y
+    return f[..., i, j] if inside(f, (i, j)) else torch.zeros_like(f[..., 0, 0])
+
+
+def inside(f: Tensor, y: Position) -> bool:
+    return 0 <= y[0] < f.shape[-2] and 0 <= y[1] < f.shape[-1]
 
 
 def positions(f: Tensor) -> Iterator[Position]:
@@ -46,24 +54,32 @@ def positions(f: Tensor) -> Iterator[Position]:
     return product(range(f.shape[-2]), range(f.shape[-1]))
 
 
-def neighbours(x: Position, k: int) -> Iterator[Position]:
+def neighbours(x: Position, k: int | Window) -> Iterator[Position]:
     """All y of the k×k window around x: the extent of the filters, outside which they are zero."""
-    r = k // 2
-    return ((x[0] + i, x[1] + j) for i in range(-r, r + 1) for j in range(-r, r + 1))
+    window = k if isinstance(k, Window) else Window((k, k))
+    (d_i, d_j), (r_i, r_j) = window.dilation, window.reach
+    return product(
+        range(x[0] - r_i, x[0] + r_i + 1, d_i),
+        range(x[1] - r_j, x[1] + r_j + 1, d_j),
+    )
 
 
 def translated(psi: Tensor, x: Position, y: Position) -> Tensor:
     """L_(x)[ψ](y) = ψ(y − x)."""
-    r = psi.shape[-1] // 2
-    return psi[..., y[0] - x[0] + r, y[1] - x[1] + r]
+    r_i, r_j = psi.shape[-2] // 2, psi.shape[-1] // 2
+    return psi[..., y[0] - x[0] + r_i, y[1] - x[1] + r_j]
 
 
-def transformed(psi: Tensor, group: Group, p: int, x: Position, y: Position) -> Tensor:
+def transformed(
+    psi: Tensor, group: Group, p: int, x: Position, y: Position, dilation: Position = (1, 1)
+) -> Tensor:
     """L_(P,x)[ψ](·, y) = ψ(·, P⁻¹(y − x)): the window transformed by P, for ψ on Z² or on G.
 
     Where P does not map the grid to itself, ψ is replaced by its least-squares fit in the group's basis.
+    Distances in a dilated window are counted in steps of the dilation.
     """
-    offset = group.apply(group.inverse[p], (y[0] - x[0], y[1] - x[1]))
+    steps = ((y[0] - x[0]) // dilation[0], (y[1] - x[1]) // dilation[1])
+    offset = group.apply(group.inverse[p], steps)
     if group.band_limited:
         k = psi.shape[-1]
         coefficients = psi.flatten(-2) @ torch.from_numpy(_harmonics.expansion(k)).to(psi)
@@ -232,19 +248,35 @@ def group_affine_map(
 
 
 def summed_affine_map(
-    f: Tensor, psi: Tensor | None, beta: Tensor, group: Group, p: int, x: Position, y: Position
+    f: Tensor,
+    psi: Tensor | None,
+    beta: Tensor,
+    group: Group,
+    p: int,
+    x: Position,
+    y: Position,
+    window: Window | None = None,
 ) -> Tensor:
     """Eq. 24: Σ_R A_(P,x)[f](R, y) = Σ_R f(R, y) L_(P,x)[ψ](R, y) + L_(P,x)[β](y).
 
     The paper's proof: β only ever appears summed over R, so it is learned as a function on Z², [d, k, k].
-    A ψ that is None is 1 at R = 1 and 0 elsewhere: plane P passes itself on.
+    A ψ that is None is 1 at R = 1 and 0 elsewhere: plane P passes itself on. A planar f, with ψ on Z², is
+    lifted as by the convolution of Section 2.1: A_(P,x)[f](y) = f(y) L_(P,x)[ψ](y) + L_(P,x)[β](y).
     """
+    window = window or Window((beta.shape[-2], beta.shape[-1]))
+    f_y = at(f, y, circular=window.padding_mode == "circular")  # [d, |H|], of a planar f [d]
+    beta_p = transformed(beta, group, p, x, y, window.dilation)
     if psi is None:
-        return at(f, y)[:, p] + transformed(beta, group, p, x, y)
-    psi_p = transformed(psi, group, p, x, y)
-    return sum_(apply_filter(psi_p[..., group.quotient[p][r]], at(f, y)[:, r]) for r in group) + transformed(
-        beta, group, p, x, y
-    )
+        return of_plane(f_y, p) + beta_p
+    psi_p = transformed(psi, group, p, x, y, window.dilation)
+    if f_y.dim() == 1:
+        return apply_filter(psi_p, f_y) + beta_p
+    return sum_(apply_filter(psi_p[..., group.quotient[p][r]], f_y[:, r]) for r in group) + beta_p
+
+
+def of_plane(f_x: Tensor, p: int) -> Tensor:
+    """f(P, x), for f(·, x) of a function on G; a planar one is the same for every P."""
+    return f_x if f_x.dim() == 1 else f_x[:, p]
 
 
 def simple_group_score(
@@ -315,14 +347,20 @@ def group_score(
     x: Position,
     num_heads: int,
     scale: float,
+    window: Window | None = None,
 ) -> Scores:
     """Eq. 19: α((P,x), (P,y)) = softmax_y(score(Σ_R A^Q_(P,x)[Q](R, x), Σ_R A^K_(P,x)[K](R, y)))."""
+    window = window or Window((beta_k.shape[-2], beta_k.shape[-1]))
     return softmax(
         {
             y: score(
-                at(query, x)[:, p], summed_affine_map(key, psi_k, beta_k, group, p, x, y), num_heads, scale
+                of_plane(at(query, x), p),
+                summed_affine_map(key, psi_k, beta_k, group, p, x, y, window),
+                num_heads,
+                scale,
             )
-            for y in neighbours(x, beta_k.shape[-1])
+            for y in neighbours(x, window)
+            if window.padding_mode != "exclude" or inside(key, y)
         }
     )
 
@@ -338,13 +376,15 @@ def group_asc(
     group: Group,
     num_heads: int,
     scale: float,
+    window: Window | None = None,
 ) -> Tensor:
     """Eq. 20: □_G[V, A^V]_c(P, x) = Σ_y α((P,x), (P,y)) Σ_R A^V_(P,x)[V]_c(R, y)."""
 
     def value(p: int, x: Position) -> Tensor:
-        alpha = group_score(query, key, psi_k, beta_k, group, p, x, num_heads, scale)
+        alpha = group_score(query, key, psi_k, beta_k, group, p, x, num_heads, scale, window)
         return sum_(
-            apply_weights(alpha[y], summed_affine_map(v, psi_v, beta_v, group, p, x, y)) for y in alpha
+            apply_weights(alpha[y], summed_affine_map(v, psi_v, beta_v, group, p, x, y, window))
+            for y in alpha
         )
 
     return torch.stack([grid(v, [value(p, x) for x in positions(v)]) for p in group], 1)
@@ -361,17 +401,17 @@ def sum_(terms: Iterator[Tensor] | tuple[Tensor, ...]) -> Tensor:
 def run(call: Call) -> Tensor:
     """Eq. 20 for each image of the batch, in float64."""
     if not call.value.numel():
-        return call.value.clone()
-    k = call.kernel_size
+        return call.value.expand(-1, -1, len(call.group), -1, -1).clone()
+    lift = (lambda t: t.select(-3, 0)) if call.lifting else (lambda t: t)  # planar functions
 
     def filters(psi: Tensor | None, beta: Tensor | None, f: Tensor) -> tuple[Tensor | None, Tensor]:
         if beta is None:
-            beta = f.new_zeros(f.shape[1], k, k)
-        return None if psi is None else psi.double(), beta.double()
+            beta = f.new_zeros(f.shape[1], *call.window.size)
+        return None if psi is None else lift(psi.double()), beta.double()
 
     affine = *filters(call.psi_k, call.beta_k, call.key), *filters(call.psi_v, call.beta_v, call.value)
     images = [
-        group_asc(q, key, v, *affine, call.group, call.num_heads, call.scale)
+        group_asc(lift(q), lift(key), lift(v), *affine, call.group, call.num_heads, call.scale, call.window)
         for q, key, v in zip(call.query.double(), call.key.double(), call.value.double(), strict=True)
     ]
     return torch.stack(images).to(call.value.dtype)

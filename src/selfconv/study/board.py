@@ -55,7 +55,7 @@ def finished(folder: Path) -> bool:
 
 
 def results_table(plan: Plan, out: Path) -> Table:
-    """All lines of a plan with what their finished runs found."""
+    """All lines of a plan with the results of their finished runs."""
     return _table(plan, {trial.folder: read_result(out / trial.folder) for trial in plan.trials})
 
 
@@ -66,14 +66,14 @@ def _table(plan: Plan, results: dict[str, Result | None]) -> Table:
     headings = ("runs", "parameters", "accuracy %", "turned %", "equivariance error", "images/s")
     for heading in headings:
         table.add_column(heading, justify="right")
-    groups = {group for group, _ in plan.lines}
+    tables = {title for title, _ in plan.lines}
     above = None
-    for (group, label), trials in plan.lines.items():
+    for (title, label), trials in plan.lines.items():
         found = [result for trial in trials if (result := results[trial.folder]) is not None]
-        if len(groups) > 1 and group != above:
+        if len(tables) > 1 and title != above:
             table.add_section()
-            table.add_row(f"[bold]{group}")
-        above = group
+            table.add_row(f"[bold]{title}")
+        above = title
         cells = [f"{len(found)}/{len(trials)}"]
         if found:
             cells += [
@@ -107,7 +107,7 @@ class _Running:
 
 
 class Board:
-    """Follows trials by what an engine tells: that one begins, how it goes, and how it has ended.
+    """Shows the state of trials; an engine reports the start, the progress and the end of each.
 
     ``failures`` says why some failed, by folder.
     """
@@ -144,7 +144,7 @@ class Board:
         self._console.print(text, soft_wrap=True, markup=False)
 
     def begin(self, trial: Trial) -> None:
-        """A trial begins, or begins anew from its last checkpoint."""
+        """A trial begins, or continues from its last checkpoint."""
         self._waiting.pop(trial.folder, None)
         self._running[trial.folder] = _Running(trial, time.monotonic())
 

@@ -80,7 +80,7 @@ def _find(results: Results, terms: Sequence[Term], least: int) -> list[Outcome] 
 
 
 def all_of(*checks: Check) -> Check:
-    """Holds if all do, does not if one does not."""
+    """A rule that holds if all given rules hold, and fails if one fails."""
 
     def check(results: Results) -> Finding:
         findings = [each(results) for each in checks]
@@ -223,7 +223,7 @@ def fewest_parameters(table: str, models: Sequence[str], others: Sequence[str]) 
 
 
 def signed(value: float, digits: int = 2) -> str:
-    """With its sign, and 0 without one."""
+    """A number with its sign; 0 has none."""
     text = f"{abs(value):.{digits}f}"
     return text if float(text) == 0 else f"{'+' if value > 0 else '−'}{text}"
 

@@ -27,11 +27,11 @@ STEPS = 3  # after one that compiles and warms up
 
 
 def run_seconds(config: RunConfig, data: Dataset) -> float:
-    """Of a whole run: its epochs with their validation, the test, and the test images seen in every way."""
+    """The estimated duration of a run: epochs with validation, the test, the evaluation at every angle."""
     keep_memory()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = Trainer(config, data, make_accelerator(config.engine))
+        trainer = Trainer(config, data, make_accelerator(config.hardware))
         batch = next(iter(trainer.batches.epoch(0, 0)))
         train = _median_seconds(lambda: trainer.step(*batch))
         trainer.network.eval()
@@ -81,14 +81,14 @@ def plan_table(plan: Plan, pending: Sequence[Trial], data: Dataset, jobs: int, t
     for heading in ("epochs", "runs", "to do", "a run takes", "all to do"):
         table.add_column(heading, justify="right")
     known: dict[tuple[str, str], float] = {}
-    several = len({group for group, _ in plan.lines}) > 1
-    for (group, label), trials in plan.lines.items():
+    several = len({title for title, _ in plan.lines}) > 1
+    for (title, label), trials in plan.lines.items():
         config = trials[0].config
         left = sum(trial in pending for trial in trials)
         with _threads(threads):
-            seconds = known[group, label] = run_seconds(config, data)
+            seconds = known[title, label] = run_seconds(config, data)
         table.add_row(
-            f"{group}, {label}" if several else label,
+            f"{title}, {label}" if several else label,
             trials[0].folder.partition("/")[0],
             str(config.recipe.epochs),
             str(len(trials)),

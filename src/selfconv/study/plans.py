@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from typing import Any
 
+from selfconv._files import earlier_name
 from selfconv.models import at_depth, model_facts, paper_label
 from selfconv.study import paper
 from selfconv.train import RECIPES, DataOptions, ModelOptions, Recipe, RecipeName, RunConfig, paper_recipe
@@ -19,16 +20,16 @@ from selfconv.train import RECIPES, DataOptions, ModelOptions, Recipe, RecipeNam
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a plan: its configuration, and its place in the study."""
+    """One run of a plan: its configuration, and its row in the report."""
 
     config: RunConfig
     label: str  # of its line
-    group: str  # of lines that are meant to be compared
+    table: str  # of networks that are meant to be compared
     recipe: Mapping[str, Any] = field(default_factory=dict)  # what its line changes in the recipe
 
     @property
     def folder(self) -> str:
-        """Its place in the plan's folder: ``resnet29_asc-kernel_size=3-rotate=any/seed-0``."""
+        """Its path in the plan's folder: ``resnet29_asc-kernel_size=3-rotate=any/seed-0``."""
         model = self.config.model
         changed = {key: value for key, value in model.overrides().items() if value is not None}
         options = "".join(f"-{key}={_text(value)}" for key, value in (changed | {**self.recipe}).items())
@@ -37,7 +38,7 @@ class Trial:
     @property
     def line(self) -> tuple[str, str]:
         """The key that it shares with the same network under other seeds."""
-        return self.group, self.label
+        return self.table, self.label
 
     def __str__(self) -> str:
         return f"{self.label}, seed {self.config.seed}"
@@ -85,7 +86,7 @@ class Plan:
 
     def to_json(self, data: str) -> dict[str, Any]:
         """What ``plan.json`` holds; ``data`` is the name of the data set."""
-        trials = [PlannedTrial(t.folder, t.config.model.name, t.label, t.group) for t in self.trials]
+        trials = [PlannedTrial(t.folder, t.config.model.name, t.label, t.table) for t in self.trials]
         return asdict(PlanFile(self.name, self.title, data, list(self.reduced), trials))
 
 
@@ -99,7 +100,7 @@ class PlannedTrial:
     folder: str
     model: str
     label: str
-    group: str
+    table: str = field(metadata=earlier_name("group"))
 
     def __post_init__(self) -> None:
         path = PurePosixPath(self.folder)
@@ -132,7 +133,7 @@ class Failure:
 class Line:
     model: ModelOptions
     label: str
-    group: str
+    table: str  # of the report
     recipe: Mapping[str, Any] = field(default_factory=dict)  # what it changes in the plan's recipe
 
 
@@ -207,13 +208,13 @@ def _controls() -> list[Line]:
     lines: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         ("resnet29_asc", {}, {}, "ResNet29+ASC"),
         ("resnet29_affine", {}, {}, "without attention (α = 1)"),
-        ("resnet29_asc", {"scale": "width"}, {}, "score scaled by the width"),
+        ("resnet29_asc", {"scale": "head"}, {}, "score divided by the channels of a head"),
         ("resnet29", {}, {}, "ResNet29, convolution 3×3"),
         ("resnet29", {"kernel_size": 5}, {}, "convolution 5×5"),
         ("resnet29_depthwise", {}, {}, "depthwise convolution 5×5"),
         ("resnet29", {"zero_gamma": True}, {"warmup": 0.2}, "convolution 3×3, zero γ and warm-up as ASC has"),
         ("p4resnet29_asc", {}, {}, "p4ResNet29+ASC"),
-        ("p4resnet29_asc", {"scale": "width"}, {}, "score scaled by the width"),
+        ("p4resnet29_asc", {"scale": "head"}, {}, "score divided by the channels of a head"),
         (FAIR_BASELINE, {}, {}, "p4ResNet29+pool, convolution 3×3"),
     ]
     return [
@@ -354,7 +355,7 @@ def make_plan(name: str, budget: Budget | None = None) -> Plan:
         for line in lines:
             recipe = replace(_recipe(outline, budget, line.model.name, data.source), **line.recipe)
             config = RunConfig(model=line.model, data=data, recipe=recipe, seed=seed)
-            trials.append(Trial(config, line.label, line.group, line.recipe))
+            trials.append(Trial(config, line.label, line.table, line.recipe))
     whole = outline.seeds if outline.whole is None else outline.whole
     epochs = [(t.config.recipe.epochs, _fullepochs(outline, t.config)) for t in trials]
     other = outline.of_paper and budget.recipe not in (None, "paper")

@@ -53,7 +53,7 @@ def default_jobs(plan: Plan) -> int:
 
 
 def _cores() -> int:
-    """Those that this process may use."""
+    """The number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -104,7 +104,7 @@ class ProcessEngine:
                     elif not stop.number:
                         deaths[lost.folder] += 1
                         if deaths[lost.folder] <= RETRIES:
-                            board.say(f"{lost}: {cause}; goes on from its last checkpoint")
+                            board.say(f"{lost}: {cause}; continues from its last checkpoint")
                             waiting.appendleft(lost)
                         else:
                             board.end(lost, outcome_without_word(out / lost.folder, cause))
@@ -122,7 +122,7 @@ class ProcessEngine:
 
 
 def _dismiss(workers: Sequence[_Worker]) -> None:
-    """Lets them save what they are running, and end."""
+    """Asks workers to save their runs and to end."""
     for worker in workers:
         worker.close()
     until = time.monotonic() + PATIENCE
@@ -131,7 +131,7 @@ def _dismiss(workers: Sequence[_Worker]) -> None:
 
 
 class _Worker:
-    """A worker process, seen from outside. What it says is put in a queue, and None once it has ended."""
+    """The parent's side of a worker process. Puts its messages in a queue, and None once it has ended."""
 
     def __init__(self, threads: int, heard: SimpleQueue[tuple[_Worker, Message | None]]) -> None:
         self._errors = TemporaryFile()  # noqa: SIM115  (open as long as the process lives)
@@ -186,7 +186,7 @@ class _Worker:
     def cause_of_death(self) -> str:
         code = self._process.returncode
         if code == -signal.SIGKILL:
-            return "its process was killed (SIGKILL, as for want of memory)"
+            return "its process was killed (SIGKILL, possibly out of memory)"
         if code < 0:
             return f"its process was killed ({signal.Signals(-code).name})"
         self._errors.seek(0)
@@ -198,7 +198,7 @@ class _Worker:
 
 
 def work(threads: int) -> int:
-    """Runs the trials that come in, one after another; returns what the process should exit with."""
+    """Runs the received trials one after another; returns the exit code of the process."""
     tell = _teller()
     tasks: SimpleQueue[Message | None] = SimpleQueue()
     for kind in (DeprecationWarning, FutureWarning):  # of the libraries, as in the command
@@ -228,7 +228,7 @@ def work(threads: int) -> int:
 
 
 def _teller() -> Callable[[Message], None]:
-    """Takes standard output for messages alone: whatever else is printed goes to standard error."""
+    """Reserves standard output for messages; everything else that is printed goes to standard error."""
     output = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
 
@@ -240,7 +240,7 @@ def _teller() -> Callable[[Message], None]:
 
 
 def _receive(tasks: SimpleQueue[Message | None]) -> None:
-    """Hands on what comes in; at its end, the main thread is told to save and stop."""
+    """Passes received tasks on; at the end of input it tells the main thread to save and stop."""
     with open(0, "rb", buffering=0) as lines:  # unbuffered: a buffer's lock would be held at exit
         for line in lines:
             tasks.put(parse_json(line))

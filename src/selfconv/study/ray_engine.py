@@ -93,7 +93,7 @@ def _outcome(ray: Any, reference: Any, folder: Path) -> str | None:
 
 
 def _cancel(ray: Any, references: list[Any]) -> None:
-    """Lets running trials save themselves, and the others not begin."""
+    """Makes running trials save a checkpoint, and cancels the others."""
     if not references:
         return
     for reference in references:
@@ -102,7 +102,7 @@ def _cancel(ray: Any, references: list[Any]) -> None:
 
 
 class _Followed:
-    """A trial seen through its folder: it runs once its journal has changed."""
+    """The state of a trial, read from its folder: it is running once ``metrics.jsonl`` has changed."""
 
     def __init__(self, trial: Trial, folder: Path) -> None:
         self._trial, self._path = trial, folder / "metrics.jsonl"

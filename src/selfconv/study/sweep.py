@@ -48,7 +48,7 @@ class PlanFailed(RunStopped):
 
 
 class Engine(Protocol):
-    """Where trials run. To be entered before."""
+    """Runs trials somewhere. It is a context manager, entered before ``run`` is called."""
 
     @property
     def jobs(self) -> int:
@@ -138,7 +138,7 @@ def reproduce(plan: Plan, out: Path, engine: Engine, *, command: str, dry_run: b
     except (Interrupted, KeyboardInterrupt) as stop:
         done = sum(finished(out / trial.folder) for trial in plan.trials)
         raise Interrupted(
-            f"stopped and saved; {done} of {len(plan.trials)} runs are done; go on with: {command}",
+            f"stopped and saved; {done} of {len(plan.trials)} runs are done; continue with: {command}",
             stop.code - 128 if isinstance(stop, Interrupted) else SIGINT,
         ) from None
     console.print(results_table(plan, out))
@@ -174,13 +174,7 @@ def open_or_imitate(config: RunConfig) -> tuple[Dataset, list[str]]:
     try:
         data = open_data(config, download=False)
     except MissingDataError as missing:
-        options = config.data
-        data = imitation(
-            options.source,
-            image_size=options.image_size,
-            seed=options.split_seed,
-            validation=options.validation,
-        )
+        data = imitation(config.data.source, **config.data.for_loading())
         return data, [f"  not here yet, a run downloads {missing.source}: estimated on random images"]
     return data, []
 
@@ -218,7 +212,7 @@ def check(plan: Plan, out: Path, data: Dataset) -> None:
 def attempt(
     config: RunConfig, folder: Path, watch: Watch | None, stop: StopSignals, *, patience: float = 0.0
 ) -> str | None:
-    """Trains and evaluates, from wherever the folder stands. Returns None, or why it failed in a line.
+    """Trains and evaluates, resuming what the folder has. Returns None, or in one line why it failed.
 
     Args:
         patience: seconds to wait for another process that is writing to the run.
@@ -246,7 +240,7 @@ def attempt(
 
 
 def outcome_without_word(folder: Path, reason: str) -> str | None:
-    """What came of a trial whose process is gone: None if its work was done, or else the reason, noted."""
+    """The outcome of a trial whose process died: None if it had finished, else the reason, stored."""
     return None if finished(folder) else _failed(folder, reason)
 
 
@@ -257,7 +251,7 @@ def _failed(folder: Path, reason: str) -> str:
 
 
 def run_trial(config: RunConfig, folder: Path, watch: Watch | None, stop: StopSignals) -> dict[str, Any]:
-    """The record of a trial, made as far as it is missing."""
+    """The record of a trial; trains and evaluates as far as that is missing."""
     from selfconv.train import train
     from selfconv.trained import evaluate, open_trained
 

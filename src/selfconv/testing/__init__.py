@@ -14,7 +14,8 @@ deviation of the output. ``resampling_error`` measures the error of interpolatio
 
 The rank of a tensor determines its kind: ``[N, C, |H|, h, w]`` are features on the group, ``[N, C, h, w]``
 are planar features (each channel transforms like an image), and tensors of lower rank are expected to be
-invariant.
+invariant. ``equivariance_error``, ``assert_equivariant`` and ``audit`` take other kinds by name, such as
+``outputs="vector"`` for a vector field: ``transform`` lists them.
 """
 
 from selfconv.testing.auditing import Audit, LayerReport, audit
@@ -29,12 +30,13 @@ from selfconv.testing.errors import (
     resampling_error,
     shift_error,
     through_mask,
-    transform,
 )
+from selfconv.testing.kinds import Kind, transform
 from selfconv.testing.layer_runs import run_observed
 
 __all__ = [
     "Audit",
+    "Kind",
     "LayerReport",
     "assert_equivariant",
     "audit",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from selfconv.groups import Group, get_group
-from selfconv.testing.errors import resampling_error, transform
-from selfconv.testing.judging import as_function, judged, output_error
-from selfconv.testing.layer_runs import look_away, record, run_observed
+from selfconv.testing.errors import resampling_error
+from selfconv.testing.judging import as_function, judged, output_error, turned
+from selfconv.testing.kinds import Kind, check_kinds
+from selfconv.testing.layer_runs import Images, look_away, record, run_observed
 from selfconv.testing.waves import Waves
 from selfconv.testing.windows import sampling
 
@@ -101,7 +103,9 @@ def audit(
     input_size: int,
     group: str | Group | None = None,
     *,
-    in_channels: int | None = None,
+    in_channels: int | Sequence[int] | None = None,
+    inputs: Kind | Sequence[Kind] = "planar",
+    outputs: Kind | Sequence[Kind] | None = None,
     tolerance: float = 1e-8,
 ) -> Audit:
     """Tests each layer of a network separately, under every element of the group and a shift, in float64.
@@ -120,39 +124,51 @@ def audit(
     with the image.
 
     Args:
-        model: takes images ``[N, in_channels, input_size, input_size]``. A copy is tested, in eval mode. Its
-            output is a tensor, or a container of tensors.
-        group: by default the model's attribute ``group``, or else z2, which tests shifts only.
-        in_channels: by default the model's attribute ``in_channels``, or else 3.
+        model: takes images ``[N, in_channels, input_size, input_size]``, or what ``inputs`` says. A copy is
+            tested, in eval mode. Its output is a tensor, or a container of tensors.
+        group: by default the model's attribute ``group``, or else z2, which tests shifts only. A subgroup, if
+            the model restricts its features to one (``RestrictGroup``).
+        in_channels: by default the model's attribute ``in_channels``, or else 3; of several inputs, one
+            number for each.
+        inputs: what the input is, or each of several: ``"planar"``, ``"group"``, ``"vector"`` or
+            ``"invariant"`` (see ``transform``).
+        outputs: what each output is, in the same words; by default the rank decides.
         tolerance: the largest error of one layer that counts as rounding. Where a network computes in a lower
             precision than float64, the tolerance is that of ``assert_equivariant`` for its dtype.
     """
     if input_size < 1:
         raise ValueError(f"input_size: expected a positive number of pixels; got {input_size}")
     group = get_group(getattr(model, "group", "z2") if group is None else group)
-    channels = getattr(model, "in_channels", 3) if in_channels is None else in_channels
+    of_input = check_kinds("inputs", inputs, len(inputs) if isinstance(inputs, list | tuple) else 1)
+    given = getattr(model, "in_channels", 3) if in_channels is None else in_channels
+    channels = [given] * len(of_input) if isinstance(given, int) else list(given)
+    if len(channels) != len(of_input):
+        raise ValueError(f"in_channels: expected {len(of_input)} numbers for inputs={inputs}; got {given}")
     model = copy.deepcopy(model).double().eval()
     device = next((p.device for p in model.parameters()), None)
 
-    def images(size: int) -> tuple[Tensor, ...]:
+    def images(size: int) -> tuple[Images, Images]:
         generator = torch.Generator().manual_seed(0)
-        both = torch.randn(4, channels, size, size, dtype=torch.float64, generator=generator)
-        return both.to(device).split(2)
+        shapes = [input_shape(kind, c, size, group) for kind, c in zip(of_input, channels, strict=True)]
+        pairs = [torch.randn(4, *s, dtype=torch.float64, generator=generator).to(device) for s in shapes]
+        return tuple(pair[:2] for pair in pairs), tuple(pair[2:] for pair in pairs)
 
     x, _ = images(input_size)
     try:
-        judge, y = judged(model, images(input_size), group, tolerance)
+        judge, y, kinds = judged(model, images(input_size), group, tolerance, of_input, outputs)
     except RuntimeError as refusal:  # of torch: a quantised or scripted model, for example
         raise ValueError(
-            f"the model cannot be audited, in float64, on images of shape {list(x.shape)}: "
-            f"{str(refusal).partition(chr(10))[0]}"
+            "the model cannot be audited, in float64, on images of shape "
+            f"{', '.join(str(list(t.shape)) for t in x)}: {str(refusal).partition(chr(10))[0]}"
         ) from refusal
     error = max(
-        output_error(run_observed(model, transform(x, s, group), look_away), y, s, group)
+        output_error(run_observed(model, turned(x, s, group, of_input), look_away), y, s, group, kinds)
         for s in group
         if group.exact[s]
     )
-    between, resampling = between_error(model, channels, input_size, group, device)
+    between, resampling = None, 0.0
+    if group.band_limited and of_input == ["planar"]:
+        between, resampling = between_error(model, channels[0], input_size, group, device, kinds)
     layers = [
         LayerReport(
             call.name,
@@ -166,34 +182,46 @@ def audit(
     ]
     sizes = []
     if judge.faults and set(judge.faults.values()) <= judge.sampling:
-        near = symmetric_sizes(model, channels, input_size, x)
-        sizes = [n for n in near if not judged(model, images(n), group, tolerance)[0].faults]
+        near = symmetric_sizes(model, images, input_size)
+        sizes = [
+            n for n in near if not judged(model, images(n), group, tolerance, of_input, outputs)[0].faults
+        ]
     return Audit(group, input_size, tolerance, layers, error, judge.faults, sizes, between, resampling)
 
 
+def input_shape(kind: Kind | None, channels: int, size: int, group: Group) -> tuple[int, ...]:
+    if kind == "invariant":
+        return (channels,)
+    axis = (len(group),) if kind == "group" and len(group) > 1 else ()
+    return (channels, *axis, size, size)
+
+
 def between_error(
-    model: nn.Module, channels: int, size: int, group: Group, device: torch.device | None
-) -> tuple[float | None, float]:
+    model: nn.Module,
+    channels: int,
+    size: int,
+    group: Group,
+    device: torch.device | None,
+    kinds: list[Kind | None],
+) -> tuple[float, float]:
     """The largest error of the output under elements between the pixels, and that of interpolating it."""
-    if not group.band_limited:
-        return None, 0.0
     waves = Waves((8, channels))
     outputs = {
         s: run_observed(model, waves.turned(size, size, s, group, masked=True).to(device), look_away)
         for s in group
         if s == 0 or not group.exact[s]
     }
-    errors = [output_error(output, outputs[0], s, group) for s, output in outputs.items() if s]
+    errors = [output_error(output, outputs[0], s, group, kinds) for s, output in outputs.items() if s]
     maps = [y for y in outputs[0] if isinstance(y, Tensor) and y.dim() in (4, 5)]
     return max(errors), max((max(resampling_error(y, group)) for y in maps), default=0.0)
 
 
-def symmetric_sizes(model: nn.Module, channels: int, size: int, like: Tensor) -> list[int]:
+def symmetric_sizes(model: nn.Module, images: Callable[[int], tuple[Images, Images]], size: int) -> list[int]:
     """Input sizes near ``size`` on which every layer samples symmetrically, nearest first."""
 
     def symmetric(n: int) -> bool:
         try:
-            calls, _ = record(model, like.new_zeros(1, channels, n, n))
+            calls, _ = record(model, images(n)[0])
         except (RuntimeError, ValueError):  # too small for the network
             return False
         rules = [(sampling(call.module), as_function(call)[0]) for call in calls.values()]

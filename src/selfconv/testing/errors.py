@@ -3,40 +3,60 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 from selfconv._resample import round_mask
 from selfconv.groups import Group, get_group
+from selfconv.testing.kinds import Kind, as_tuple, check_kinds, transform
 from selfconv.testing.waves import Waves
 
 Function = Callable[[Tensor], Tensor]
 
 
-def transform(x: Tensor, s: int, group: str | Group) -> Tensor:
-    """L_S[x] for features of any rank."""
-    group = get_group(group)
-    if x.dim() == 5:
-        return group.act(x, s)
-    return group.act_planar(x, s) if x.dim() == 4 else x
-
-
 @torch.no_grad()
-def equivariance_error(module: Function, x: Tensor, group: str | Group) -> list[float]:
+def equivariance_error(
+    module: Callable[..., Any],
+    x: Tensor | Sequence[Tensor],
+    group: str | Group,
+    *,
+    inputs: Kind | Sequence[Kind] | None = None,
+    outputs: Kind | Sequence[Kind] | None = None,
+) -> list[float]:
     """The error under each element of the group, in the order of its elements (the first is the identity).
 
     For elements that do not map the grid to itself, x has a round mask and the error is ``deviation_error``.
+
+    Args:
+        module: a function of x, or of each tensor of x, that returns a tensor or a container of tensors, of
+            which the largest error counts.
+        inputs, outputs: what each tensor is (see ``transform``); one word stands for all. By default the rank
+            decides.
     """
     group = get_group(group)
-    masked = through_mask(x) if group.band_limited else x
-    seen = {True: x, False: masked}  # by whether an element is exact
-    y = {exact: module(seen[exact]) for exact in {*group.exact}}
-    return [
-        element_error(module(transform(seen[exact], s, group)), transform(y[exact], s, group), s, group)
-        for s, exact in enumerate(group.exact)
-    ]
+    given = as_tuple(x)
+    of_input = check_kinds("inputs", inputs, len(given))
+    masked = tuple(map(through_mask, given)) if group.band_limited else given
+    seen = {True: given, False: masked}  # by whether an element is exact
+    y = {exact: tree_flatten(module(*seen[exact]))[0] for exact in {*group.exact}}
+    of_output = check_kinds("outputs", outputs, len(y[True]))
+
+    def error(s: int, exact: bool) -> float:
+        turned = [transform(t, s, group, kind) for t, kind in zip(seen[exact], of_input, strict=True)]
+        found = tree_flatten(module(*turned))[0]
+        expected = [transform(t, s, group, kind) for t, kind in zip(y[exact], of_output, strict=True)]
+        return largest(element_error(a, b, s, group) for a, b in zip(found, expected, strict=True))
+
+    return [error(s, exact) for s, exact in enumerate(group.exact)]
+
+
+def largest(errors: Iterable[float]) -> float:
+    """The maximum, in which NaN is the largest of all."""
+    return max(errors, key=lambda e: math.inf if math.isnan(e) else e)
 
 
 @torch.no_grad()
@@ -116,12 +136,14 @@ def shift_error(module: Function, x: Tensor, shift: int = 1, stride: int = 1) ->
 
 
 def assert_equivariant(
-    module: Function,
-    x: Tensor,
+    module: Callable[..., Any],
+    x: Tensor | Sequence[Tensor],
     group: str | Group,
     tolerance: float | None = None,
     *,
     between: float | None = None,
+    inputs: Kind | Sequence[Kind] | None = None,
+    outputs: Kind | Sequence[Kind] | None = None,
 ) -> None:
     """Raises AssertionError, with the error under each element, unless all errors are within the tolerance.
 
@@ -130,10 +152,11 @@ def assert_equivariant(
             which smaller faults cannot be distinguished from rounding.
         between: the tolerance for elements that do not map the grid to itself. By default they are not
             tested, since their error depends on the smoothness of x.
+        inputs, outputs: what each tensor is, as for ``equivariance_error``.
     """
     group = get_group(group)
-    tolerance = default_tolerance(x.dtype) if tolerance is None else tolerance
-    errors = equivariance_error(module, x, group)
+    tolerance = default_tolerance(as_tuple(x)[0].dtype) if tolerance is None else tolerance
+    errors = equivariance_error(module, x, group, inputs=inputs, outputs=outputs)
     limits = [tolerance if exact else math.inf if between is None else between for exact in group.exact]
     if not all(error <= limit for error, limit in zip(errors, limits, strict=True)):  # NaN fails too
         listed = ", ".join(f"{s}: {error:.1e}" for s, error in enumerate(errors))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -18,11 +18,22 @@ from selfconv.testing.errors import (
     Function,
     element_error,
     equivariance_error,
+    largest,
     relative_error,
     shift_error,
-    transform,
 )
-from selfconv.testing.layer_runs import END, Key, LayerCall, Observer, Stage, explore, record, run_observed
+from selfconv.testing.kinds import Actions, Kind, check_kinds, transform
+from selfconv.testing.layer_runs import (
+    END,
+    Images,
+    Key,
+    LayerCall,
+    Observer,
+    Stage,
+    explore,
+    record,
+    run_observed,
+)
 from selfconv.testing.windows import sampling
 
 BETWEEN = "its input does not turn with the image: a function before it, outside any layer, breaks it"
@@ -35,9 +46,10 @@ class _Judge:
     """Compares runs on transformed images with the first run, and puts exact features in their place."""
 
     def __init__(
-        self, group: Group, calls: dict[Key, LayerCall], tolerances: dict[tuple[Key, Stage], float]
+        self, actions: Actions, calls: dict[Key, LayerCall], tolerances: dict[tuple[Key, Stage], float]
     ) -> None:
-        self.group, self.calls, self.tolerances = group, calls, tolerances
+        self.actions, self.group = actions, actions.group
+        self.calls, self.tolerances = calls, tolerances
         self.errors: dict[tuple[Key, Stage], float] = dict.fromkeys(product(calls, ("input", "output")), 0.0)
         self.shifts: dict[Key, float | None] = {}
         self.faults: dict[str, str] = {}
@@ -72,7 +84,7 @@ class _Judge:
         """Judges one tensor; returns what should be in its place, or itself where nobody can say."""
         if not (isinstance(leaf, Tensor) and isinstance(original, Tensor) and leaf.is_floating_point()):
             return leaf
-        candidates = _transformed(original, self.s, self.group)
+        candidates = self.actions.candidates(original, self.s)
         found = [relative_error(leaf, candidate) for candidate in candidates]
         error = min(found, key=lambda e: math.inf if math.isnan(e) else e)
         exact: Tensor = candidates[found.index(error)]
@@ -84,7 +96,7 @@ class _Judge:
         elif constant:
             self.suspect = self.suspect or (self.calls[key].name, lambda: CONSTANT)
             exact, error = leaf, 0.0
-        elif not _on_group(leaf, self.group) and (moved := _permuted(leaf, original)) <= tolerance:
+        elif not self.actions.on_group(leaf) and (moved := _permuted(leaf, original)) <= tolerance:
             if stage == "input":
                 self.inexact.add(key)
             self.suspect = self.suspect or breach
@@ -96,8 +108,8 @@ class _Judge:
         self.errors[key, stage] = max(self.errors[key, stage], error)
         return exact
 
-    def judge_output(self, output: list[Any], original: list[Any]) -> None:
-        if not output_error(output, original, self.s, self.group) <= self.tolerances[END]:
+    def judge_output(self, output: list[Any], original: list[Any], kinds: list[Kind | None]) -> None:
+        if not output_error(output, original, self.s, self.group, kinds) <= self.tolerances[END]:
             reason = RANDOM if self.s == 0 else "something after the last layer does not turn with its input"
             self._found.setdefault(*(self.suspect or (END[0][0], lambda: reason)))
 
@@ -129,41 +141,34 @@ class _Judge:
 
 
 def judged(
-    model: nn.Module, images: tuple[Tensor, ...], group: Group, tolerance: float
-) -> tuple[_Judge, list[Any]]:
-    """All runs of the model on the first images (the second serve to compare), judged; and its output."""
+    model: nn.Module,
+    images: tuple[Images, Images],
+    group: Group,
+    tolerance: float,
+    inputs: list[Kind | None],
+    outputs: Kind | Sequence[Kind] | None,
+) -> tuple[_Judge, list[Any], list[Kind | None]]:
+    """All runs of the model on the first images (the second serve to compare), judged.
+
+    Also returns its output, and the kind of each of its tensors, as far as the caller named them.
+    """
     x, other = images
     calls, y = record(model, x)
     if not any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in y):
-        kinds = ", ".join(type(leaf).__name__ for leaf in y)
-        raise ValueError(f"the model returns no floating-point tensor to compare; got {kinds or 'nothing'}")
+        found = ", ".join(type(leaf).__name__ for leaf in y)
+        raise ValueError(f"the model returns no floating-point tensor to compare; got {found or 'nothing'}")
     tolerances: dict[tuple[Key, Stage], float] = defaultdict(lambda: tolerance)
-    tolerances |= {at: max(tolerance, found) for at, found in explore(model, other, calls).items()}
-    judge = _Judge(group, calls, tolerances)
+    tolerances |= {at: max(tolerance, rounding) for at, rounding in explore(model, other, calls).items()}
+    kinds = check_kinds("outputs", outputs, len(y))
+    judge = _Judge(Actions.of(model, group, [*inputs, *kinds]), calls, tolerances)
     for s in (s for s in group if group.exact[s]):
-        judge.judge_output(run_observed(model, transform(x, s, group), judge.start(s)), y)
+        judge.judge_output(run_observed(model, turned(x, s, group, inputs), judge.start(s)), y, kinds)
     judge.conclude()
-    return judge, y
+    return judge, y, kinds
 
 
-def _on_group(x: Tensor, group: Group) -> bool:
-    return x.dim() == 5 and x.shape[2] == len(group)
-
-
-def _transformed(x: Tensor, s: int, group: Group) -> list[Tensor]:
-    """What L_S[x] may be, the usual first: channels and images may have the group's axis folded into them."""
-    if len(group) == 1 or x.dim() < 4:
-        return [x]
-    if _on_group(x, group):
-        return [group.act(x, s)]
-    candidates = [group.act_planar(x, s)]
-    for axis in (0, 1) if x.dim() == 4 else ():
-        if x.shape[axis] % len(group) == 0:
-            for inner in (True, False):
-                folded = x.unflatten(axis, (-1, len(group)) if inner else (len(group), -1))
-                turned = group.act(folded.movedim(axis + inner, 2), s).movedim(2, axis + inner)
-                candidates.append(turned.flatten(axis, axis + 1))
-    return candidates
+def turned(x: Images, s: int, group: Group, kinds: list[Kind | None]) -> Images:
+    return tuple(transform(t, s, group, kind) for t, kind in zip(x, kinds, strict=True))
 
 
 def _permuted(a: Tensor, b: Tensor) -> float:
@@ -186,16 +191,26 @@ def _returned(leaves: list[Any], exact: list[Any], inputs: list[tuple[Any, Any, 
     return exact
 
 
-def output_error(output: list[Any], original: list[Any], s: int, group: Group) -> float:
+def output_error(
+    output: list[Any], original: list[Any], s: int, group: Group, kinds: list[Kind | None]
+) -> float:
     """The largest error of the tensors that a model returns, of the kind that the element s has."""
     if len(output) != len(original):
         return math.inf
-    errors = [
-        element_error(a, _transformed(b, s, group)[0], s, group)
-        for a, b in zip(output, original, strict=True)
+    return largest(
+        element_error(a, _output_turned(b, s, group, kind), s, group)
+        for a, b, kind in zip(output, original, kinds, strict=True)
         if isinstance(b, Tensor) and b.is_floating_point()
-    ]
-    return max(errors, key=lambda e: math.inf if math.isnan(e) else e)
+    )
+
+
+def _output_turned(y: Tensor, s: int, group: Group, kind: Kind | None) -> Tensor:
+    """As ``transform``; of five axes that nobody named and without that of the group, two are a map."""
+    if len(group) == 1 and kind is None:
+        return y
+    if kind is None and y.dim() == 5 and y.shape[2] != len(group):
+        return group.act_planar(y, s)
+    return transform(y, s, group, kind)
 
 
 def _layer_shift_error(call: LayerCall) -> float | None:

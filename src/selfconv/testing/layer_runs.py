@@ -16,7 +16,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from selfconv.nn import SqueezeExcite
 from selfconv.testing.errors import default_tolerance
+from selfconv.testing.kinds import as_tuple
 
+Images = tuple[Tensor, ...]  # what a model takes
 Key = tuple[str, int]  # a layer, and how often it was called before
 Stage = Literal["input", "output"]
 END: tuple[Key, Stage] = (("the model's output", 0), "output")
@@ -43,8 +45,8 @@ Observer = Callable[[Key, nn.Module, Stage, list[Any], TreeSpec], list[Any] | No
 def look_away(*_: Any) -> None: ...
 
 
-def run_observed(model: nn.Module, x: Tensor, observe: Observer) -> list[Any]:
-    """Runs a model with hooks on its layers, and returns its outputs as a flat list.
+def run_observed(model: nn.Module, x: Tensor | Images, observe: Observer) -> list[Any]:
+    """Runs a model, on x or on each tensor of x, with hooks on its layers: its outputs as a flat list.
 
     ``observe((name, calls before), module, "input" or "output", tensors, spec)`` may return other tensors,
     which then take the place of the layer's arguments or outputs.
@@ -72,7 +74,7 @@ def run_observed(model: nn.Module, x: Tensor, observe: Observer) -> list[Any]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about sizes: what an audit finds out by itself
-            return tree_flatten(model(x))[0]
+            return tree_flatten(model(*as_tuple(x)))[0]
     finally:
         for handle in handles:
             handle.remove()
@@ -85,7 +87,7 @@ def _is_layer(name: str, module: nn.Module) -> bool:
     return isinstance(module, SqueezeExcite) or not children
 
 
-def record(model: nn.Module, x: Tensor) -> tuple[dict[Key, LayerCall], list[Any]]:
+def record(model: nn.Module, x: Images) -> tuple[dict[Key, LayerCall], list[Any]]:
     calls: dict[Key, LayerCall] = {}
 
     def observe(key: Key, module: nn.Module, stage: Stage, leaves: list[Any], spec: TreeSpec) -> None:
@@ -113,7 +115,7 @@ class _Precision(TorchDispatchMode):
         return result
 
 
-def explore(model: nn.Module, other: Tensor, calls: dict[Key, LayerCall]) -> dict[tuple[Key, Stage], float]:
+def explore(model: nn.Module, other: Images, calls: dict[Key, LayerCall]) -> dict[tuple[Key, Stage], float]:
     """With another image: marks what does not depend on the image, such as weights; and returns how much is
     rounding in what the network computes until each stage, if less precise than float64."""
     tolerances: dict[tuple[Key, Stage], float] = {}

@@ -16,36 +16,37 @@ from selfconv.train.config import (
     paper_recipe,
     short_recipe,
 )
-from selfconv.train.errors import (
+from selfconv.train.stopping import (
     Diverged,
     Interrupted,
     OutOfMemory,
     RunBusy,
     RunError,
     RunStopped,
+    StopSignals,
     is_out_of_memory,
 )
 
 if TYPE_CHECKING:
-    from selfconv.train.checkpoints import Checkpoint, load_last
+    from selfconv.train.checkpoints import Checkpoint, MetricTotals, load_last
+    from selfconv.train.lr_range import LearningRateRange, find_learning_rate
     from selfconv.train.progress import Progress, Watch
     from selfconv.train.record import BestEpoch, EpochMetrics, Machine, Record, initial_options
+    from selfconv.train.runner import train
     from selfconv.train.runs import Run, open_data, read_metrics
     from selfconv.train.setup import build_model, make_accelerator
-    from selfconv.train.signals import StopSignals
-    from selfconv.train.state import MetricTotals
-    from selfconv.train.trainer import Trainer, train
+    from selfconv.train.trainer import Trainer
 else:
     __getattr__, __dir__ = lazy(
         __name__,
-        checkpoints=["Checkpoint", "load_last"],
+        checkpoints=["Checkpoint", "MetricTotals", "load_last"],
+        lr_range=["LearningRateRange", "find_learning_rate"],
         progress=["Progress", "Watch"],
         record=["BestEpoch", "EpochMetrics", "Machine", "Record", "initial_options"],
+        runner=["train"],
         runs=["Run", "open_data", "read_metrics"],
-        signals=["StopSignals"],
         setup=["build_model", "make_accelerator"],
-        state=["MetricTotals"],
-        trainer=["Trainer", "train"],
+        trainer=["Trainer"],
     )
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "EpochMetrics",
     "Hardware",
     "Interrupted",
+    "LearningRateRange",
     "Machine",
     "MetricTotals",
     "ModelOptions",
@@ -76,6 +78,7 @@ __all__ = [
     "build_model",
     "differences",
     "fast_recipe",
+    "find_learning_rate",
     "initial_options",
     "is_out_of_memory",
     "load_last",

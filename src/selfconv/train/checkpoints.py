@@ -13,7 +13,7 @@ import random
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ from torch import Tensor
 
 from selfconv._files import check_file, parse_json, write_atomically
 from selfconv._memory import machine_memory
-from selfconv.train.errors import RunError
+from selfconv.train.record import EpochMetrics
+from selfconv.train.stopping import RunError
 
 KEPT = 2
 _NAME = re.compile(r"(\d{6})-(\d{8})\.safetensors")  # epoch and step in it: names sort by time
@@ -40,7 +41,7 @@ class Checkpoint:
     run: str  # digest of the run it belongs to
 
     def tensors(self, part: str) -> dict[str, Tensor]:
-        """Those of a part, without its name."""
+        """The tensors of a part, without its name as a prefix."""
         prefix = f"{part}/"
         return {k.removeprefix(prefix): v for k, v in self.all_tensors.items() if k.startswith(prefix)}
 
@@ -84,7 +85,7 @@ def _name(state: Mapping[str, Any]) -> str:
 
 
 class DamagedError(RunError):
-    """A checkpoint of which not all is as it was written; the one before may serve."""
+    """The file of a checkpoint is damaged; the previous checkpoint may be intact."""
 
 
 def read(path: Path, run: str) -> Checkpoint:
@@ -105,10 +106,10 @@ def read(path: Path, run: str) -> Checkpoint:
         raise DamagedError(f"{path}: is damaged (its header is not that of a checkpoint)")
     if "run" not in header:
         raise RunError(
-            f"{path}: does not say which run it belongs to (an older version wrote it); begin anew"
+            f"{path}: does not say which run it belongs to (an older version wrote it); start a new run"
         )
     if _digest(tensors, header) != header["sha256"]:
-        raise DamagedError(f"{path}: is damaged (its digest does not fit)")
+        raise DamagedError(f"{path}: is damaged (its digest does not match)")
     if header["run"] != run:
         raise RunError(
             f"{path}: belongs to another run: it was saved with other options or data than "
@@ -120,7 +121,7 @@ def read(path: Path, run: str) -> Checkpoint:
     except (ValueError, TypeError, KeyError) as error:
         raise RunError(f"{path}: expected the state of a run ({error})") from None
     if named != path.name:
-        raise RunError(f"{path}: holds the state that belongs into {named}")
+        raise RunError(f"{path}: contains the state that belongs in {named}")
     return Checkpoint(tensors, state, run)
 
 
@@ -131,7 +132,7 @@ def load_last(folder: Path, run: str) -> Checkpoint | None:
         try:
             return read(path, run)
         except DamagedError as error:
-            warnings.warn(f"{error}; going back to the one before", stacklevel=2)
+            warnings.warn(f"{error}; using the one before", stacklevel=2)
     if paths:
         raise RunError(f"{folder}: none of the {len(paths)} checkpoints can be read")
     return None
@@ -141,7 +142,7 @@ def load_last(folder: Path, run: str) -> Checkpoint | None:
 
 
 def random_states() -> dict[str, Tensor]:
-    """Those of Python, NumPy and torch, as tensors."""
+    """The states of the random generators of Python, NumPy and torch, as tensors."""
     _, words, gauss = random.getstate()
     numpy: Any = np.random.get_state()  # noqa: NPY002
     kind, keys, position, has_gauss, cached = numpy
@@ -159,8 +160,10 @@ def random_states() -> dict[str, Tensor]:
 
 
 def expected_random_states(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of the shapes and dtypes that states must have; a GPU, and half a pair of normal numbers, may
-    have been there or not."""
+    """Tensors with the shapes and dtypes that saved random states must have.
+
+    Two parts are optional: the state of a GPU, and the second of a pair of normal numbers.
+    """
     states = random_states()
     pending = "python_gauss" in found and found["python_gauss"].numel() > 0
     states["python_gauss"] = torch.zeros(int(pending), dtype=torch.float64)
@@ -172,11 +175,11 @@ def expected_random_states(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_random_states(states: Mapping[str, Tensor]) -> None:
-    """Raises ValueError unless all of them, of the right shapes and dtypes already, can be set."""
+    """Raises ValueError if a generator refuses its state; shapes and dtypes were checked before."""
     try:
         for name in ("python_gauss", "numpy_gauss"):
             if not states[name].isfinite().all():
-                raise ValueError(f"{name} is no number")
+                raise ValueError(f"{name} is not a finite number")
         torch.Generator().set_state(states["torch"])
         random.Random().setstate(_python_state(states))
         np.random.RandomState().set_state(_numpy_state(states))
@@ -202,3 +205,83 @@ def set_random_states(states: Mapping[str, Tensor]) -> None:
     np.random.set_state(_numpy_state(states))  # noqa: NPY002
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
+
+
+@dataclass
+class MetricTotals:
+    """Sums of losses and correct answers over images."""
+
+    loss: float = 0.0
+    correct: float = 0.0
+    images: float = 0.0
+
+    def add(self, values: list[float]) -> None:
+        loss, correct, images = values
+        self.loss, self.correct, self.images = self.loss + loss, self.correct + correct, self.images + images
+
+    @property
+    def means(self) -> tuple[float, float]:
+        """Loss and accuracy."""
+        return self.loss / self.images, self.correct / self.images
+
+
+@dataclass
+class State:
+    """The progress of a run. With the tensors of a checkpoint, this is all that is needed to resume."""
+
+    epoch: int = 0  # complete ones
+    step: int = 0  # complete ones of the next epoch
+    sums: MetricTotals = field(default_factory=MetricTotals)  # of those steps
+    seconds: float = 0.0  # of those steps
+    history: list[EpochMetrics] = field(default_factory=list)
+
+    @property
+    def best_epoch(self) -> int | None:
+        """The first epoch with the highest validation accuracy."""
+        validated = [(h.val_accuracy, -h.epoch) for h in self.history if h.val_accuracy is not None]
+        return -max(validated)[1] if validated else None
+
+    def stalled(self, patience: int | None) -> bool:
+        """Whether the best epoch is that many epochs ago."""
+        best = self.best_epoch
+        return patience is not None and best is not None and len(self.history) - best >= patience
+
+    def check(self, epochs: int, steps: int, batch_size: int) -> None:
+        """Raises ValueError unless a run of so many epochs and steps can have come so far."""
+        most = steps if self.epoch < epochs else 0
+        if not (0 <= self.epoch <= epochs and 0 <= self.step <= most):
+            raise ValueError(
+                f"expected up to {epochs} epochs of {steps} steps; got epoch {self.epoch}, step {self.step}"
+            )
+        if [metrics.epoch for metrics in self.history] != [*range(1, self.epoch + 1)]:
+            raise ValueError(f"history: expected epochs 1 to {self.epoch}; got {len(self.history)} others")
+        sums, images = self.sums, self.step * batch_size
+        if sums.images != images or not 0 <= sums.correct <= images or (self.seconds > 0) != (self.step > 0):
+            raise ValueError(f"sums: expected those of {images} images; got {sums} in {self.seconds} s")
+
+
+@dataclass(kw_only=True)
+class SavedState(State):
+    """The part of a checkpoint that is not tensors."""
+
+    scaler: ScalerState | None  # of mixed precision
+    threads: int
+
+
+@dataclass(frozen=True)
+class ScalerState:
+    """The state of torch's GradScaler."""
+
+    scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    _growth_tracker: int
+
+    def __post_init__(self) -> None:
+        if not (
+            self.scale > 0
+            and 0 < self.backoff_factor < 1 < self.growth_factor
+            and 0 <= self._growth_tracker < self.growth_interval
+        ):
+            raise ValueError(f"scaler: expected the state of a gradient scaler; got {self}")

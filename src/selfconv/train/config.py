@@ -1,4 +1,4 @@
-"""The configuration of a run, as stored in its ``config.json``: model, data, recipe, hardware ("engine").
+"""The configuration of a run, as stored in its ``config.json``: model, data, recipe, hardware.
 
 It does not import torch, since the command's help is generated from it.
 """
@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
 
-from selfconv._files import parse, parse_json, read_as
+from selfconv._files import earlier_name, parse, parse_json, read_as
 from selfconv.models import model_facts
 
 
@@ -49,6 +49,8 @@ class ModelOptions:
     """Downsampling in convolutional models: stride 2, or stride 1 and average pooling."""
     pool: Literal["mean", "max", "group_max"] | None = None
     """Global pooling over space and group; group_max: mean over space, maximum over the group."""
+    stem: Literal["conv", "pool4"] | None = None
+    """First layers: the paper's convolution, or pool4 for large images: maps of a quarter of their side."""
 
     def overrides(self) -> dict[str, Any]:
         """The arguments for ``create_model`` other than the name."""
@@ -60,7 +62,8 @@ class DataOptions:
     """The data set. The test images are used once, at the end."""
 
     source: Annotated[str, arg(name="data", metavar="DATA")] = "digits"
-    """digits, cifar10, cifar100, a folder with a folder of images for each class, or an .npz file."""
+    """digits, cifar10, cifar100, a folder with a folder of images for each class, an .npz file, a CSV file
+    (path,label[,split][,group]), Parquet files, or hf:NAME on the Hugging Face Hub."""
     image_size: int | None = None
     """Resize and centre-crop images to this many pixels; None: keep their size."""
     validation: float = 0.1
@@ -69,6 +72,15 @@ class DataOptions:
     """Random seed of the validation split."""
     subset: int | None = None
     """Number of training images to use, balanced over classes; None: all."""
+    pixel_range: Annotated[str, arg(name="range", metavar="RANGE")] = "auto"
+    """Values that become the pixels 0 and 1: LOW,HIGH; dtype: of each file's type; auto: as images use."""
+    group_by: str | None = None
+    """Keep images of one group (slide, patient) on one side of the splits: a regular expression on the path,
+    of which the first parentheses are the group, or a column."""
+
+    def for_loading(self) -> dict[str, Any]:
+        """The arguments of ``load_data`` besides the source."""
+        return {"image_size": self.image_size, "seed": self.split_seed, "validation": self.validation}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +105,8 @@ class Recipe:
     """Apply weight decay to all parameters, or only to convolution and linear weights (maps)."""
     label_smoothing: float = 0.0
     """Label smoothing."""
+    class_weights: Literal["none", "balanced"] = "none"
+    """balanced: weight the loss of each image by the inverse of its class's number of images."""
     clip: float | None = None
     """Clip the gradient to this norm; None: no clipping."""
     ema: float | None = None
@@ -103,12 +117,27 @@ class Recipe:
     """Random crops after zero padding by this many pixels."""
     rotate: Literal["none", "quarter", "any"] = "none"
     """Random rotations: none, by multiples of 90°, or by any angle."""
+    brightness: float = 0.0
+    """Random brightness: add up to ± this to all pixels, of 0..1."""
+    contrast: float = 0.0
+    """Random contrast: a factor of 1 ± up to this."""
+    colour: float = 0.0
+    """Random saturation of colours: a factor of 1 ± up to this."""
+    erase: float = 0.0
+    """Random erasing: in half of the images a rectangle of up to this share becomes the mean colour."""
+    keep: Literal["last", "best"] = "last"
+    """Weights of the final model: of the last epoch, or of the one with the best validation accuracy."""
+    patience: int | None = None
+    """Early stopping: end after this many epochs without a better validation accuracy; None: never."""
     sizes: tuple[float, ...] | None = None
     """Sizes of the training images as fractions of the full size, one after another; None: full size."""
 
     def __post_init__(self) -> None:
-        for name, least in (("epochs", 1), ("batch_size", 1), ("pad", 0)):
-            if getattr(self, name) < least:
+        for name in ("brightness", "contrast", "colour", "erase"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}: expected a number from 0 to 1; got {getattr(self, name)}")
+        for name, least in (("epochs", 1), ("batch_size", 1), ("pad", 0), ("patience", 1)):
+            if getattr(self, name) is not None and getattr(self, name) < least:
                 raise ValueError(f"{name}: expected an integer ≥ {least}; got {getattr(self, name)}")
         for name in ("lr", "clip"):
             value = getattr(self, name)
@@ -157,10 +186,11 @@ def fast_recipe(model: str = "resnet29") -> Recipe:
 
 
 def short_recipe(model: str = "resnet29") -> Recipe:
-    """For 10 to 30 epochs of CIFAR on a CPU: small batches, and smaller images first."""
+    """For 10 to 30 epochs of CIFAR on a CPU: small batches, a high rate, and smaller images first."""
     return Recipe(
         epochs=15,
         batch_size=64,
+        lr=0.2,
         schedule="cosine",
         warmup=0.2,
         weight_decay=5e-4,
@@ -191,12 +221,17 @@ class Hardware:
     """With several processes, compute batch norm statistics over all of them."""
     checkpoint_minutes: float = 10.0
     """Minutes between checkpoints within an epoch; one is always saved after each epoch."""
+    memory: float | None = None
+    """GB of memory for images; if files need more, they are decoded once into a cache on disk. None: a
+    quarter of the machine's memory."""
 
     def __post_init__(self) -> None:
         if self.accumulate < 1:
             raise ValueError(f"accumulate: expected an integer ≥ 1; got {self.accumulate}")
         if not 0 <= self.checkpoint_minutes < float("inf"):
             raise ValueError(f"checkpoint_minutes: expected a number ≥ 0; got {self.checkpoint_minutes}")
+        if self.memory is not None and not 0 <= self.memory < float("inf"):
+            raise ValueError(f"memory: expected a number of GB ≥ 0; got {self.memory}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +241,7 @@ class RunConfig:
     model: ModelOptions = field(default_factory=ModelOptions)
     data: DataOptions = field(default_factory=DataOptions)
     recipe: Recipe = field(default_factory=fast_recipe)
-    engine: Hardware = field(default_factory=Hardware)
+    hardware: Hardware = field(default_factory=Hardware, metadata=earlier_name("engine"))
     seed: int = 0
     """Random seed of the weights, the order of the images, and augmentation."""
 
@@ -243,7 +278,11 @@ class RunConfig:
 
 
 def differences(a: RunConfig, b: RunConfig) -> list[str]:
-    """The options in which two runs differ, as ``recipe.epochs: 3, not 5``."""
+    """The options in which two runs differ, as ``recipe.epochs: 3, not 5``.
+
+    How much memory there is for images has no effect on the result.
+    """
+    b = b.replaced("hardware", memory=a.hardware.memory)
 
     def flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         parts: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What several processes need beyond what accelerate does."""
+"""Training in several processes: what accelerate does not provide."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def broadcast_object(value: T) -> T:
-    """The first process' value, in all of them."""
+    """Returns the first process' value in all processes."""
     from accelerate.utils import broadcast_object_list
 
     return broadcast_object_list([value])[0]
@@ -46,7 +46,7 @@ class _SyncedBatchNorm(nn.BatchNorm2d):
 
 
 def _mean(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Over all but the channels, and over the processes, which have equally many images."""
+    """The mean over all axes but the channels, and over the processes, which have equally many images."""
     from torch.distributed.nn.functional import all_reduce
 
     dtype = torch.promote_types(x.dtype, torch.float32)  # half precision cannot add up so many

@@ -1,4 +1,4 @@
-"""What a run tells while it runs: a bar on a terminal, plain lines elsewhere, and files for later."""
+"""Progress of a run: a bar on a terminal, plain lines elsewhere, ``metrics.jsonl`` and TensorBoard."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from functools import partial
 from pathlib import Path
 
 from selfconv._files import write_atomically
-from selfconv._text import escape_for_terminal, format_duration
+from selfconv._text import HalfMinute, escape_for_terminal, format_duration
 from selfconv.train.record import EpochMetrics
 
 Watch = Callable[[float, str], None]  # the share of a run that is done, and a line on how it goes
 
 
 class Progress:
-    """Shows steps and epochs; only in the process that is told to, or to whoever watches."""
+    """Shows steps and epochs, if ``visible``, and passes them to ``watch``."""
 
     def __init__(self, total_steps: int, *, visible: bool, watch: Watch | None = None) -> None:
         from rich.console import Console
@@ -25,6 +25,7 @@ class Progress:
 
         self._print: Callable[[str], None] = lambda text: print(text, flush=True)
         self._bar, self._visible, self._total, self._watch = None, visible, total_steps, watch
+        self._line = HalfMinute()
         if visible and sys.stdout.isatty():
             columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
             self._bar = Progress(*columns, console=Console(highlight=False), transient=True)
@@ -47,6 +48,8 @@ class Progress:
     def step(self, done: int, text: str) -> None:
         if self._bar is not None:
             self._bar.update(self._task, completed=done, description=text)
+        elif self._visible:
+            self._line(f"{done / self._total:.1%}: {text}")
         if self._watch is not None:
             self._watch(done / self._total, text)
 
@@ -67,7 +70,7 @@ class Progress:
 
 
 class Journal:
-    """``metrics.jsonl`` and TensorBoard's events. Resumed, it forgets what came after the checkpoint."""
+    """``metrics.jsonl`` and TensorBoard's events. A resumed run drops what came after its checkpoint."""
 
     def __init__(self, folder: Path, history: Sequence[EpochMetrics]) -> None:
         from torch.utils.tensorboard import SummaryWriter

@@ -1,13 +1,20 @@
-"""The content of a run's ``metrics.jsonl`` and ``record.json``."""
+"""The content of a run's ``metrics.jsonl`` and ``record.json``: results, versions, commit and machine."""
 
 from __future__ import annotations
 
 import json
+import os
+import platform
+import subprocess
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from selfconv._files import parse_json, read_as
+from selfconv._version import __version__
 from selfconv.data import DataInfo
 from selfconv.models import WEIGHTS, list_models
 from selfconv.train.config import ModelOptions, RunConfig
@@ -69,6 +76,7 @@ class Record:
     versions: dict[str, str]
     commit: str | None
     machine: Machine
+    kept_epoch: int | None = None  # whose weights the model has; None: those of the last
     weights_sha256: str | None = None  # of model/model.safetensors; None: not noted when the record was made
 
     def to_json(self) -> dict[str, Any]:
@@ -78,10 +86,9 @@ class Record:
         _check_range(self, 1, None, "parameters", "processes", "epochs")
         _check_range(self, 0, None, "train_seconds", "images_per_second")
         _check_range(self, 0, 1, "train_accuracy", "val_accuracy", "test_accuracy")
-        if (self.model, self.seed, self.epochs) != (
-            self.config.model.name,
-            self.config.seed,
-            self.config.recipe.epochs,
+        epochs, stops = self.config.recipe.epochs, self.config.recipe.patience is not None
+        if (self.model, self.seed) != (self.config.model.name, self.config.seed) or not (
+            self.epochs == epochs or (stops and self.epochs < epochs)
         ):
             raise ValueError(
                 "expected the model, seed and epochs of its config; got "
@@ -108,23 +115,82 @@ def _check_range(holder: object, least: float, most: float | None, *names: str) 
             raise ValueError(f"{name}: expected a number, {limits}; got {value!r}")
 
 
-def initial_options(place: str) -> ModelOptions:
+def initial_options(source: str) -> ModelOptions:
     """The options of the trained network that ``--init`` names.
 
     Raises:
         ValueError: it has no record, so ``--model`` has to name the network.
     """
-    file = (WEIGHTS / place if place in list_models(pretrained=True) else Path(place)) / "record.json"
+    file = (WEIGHTS / source if source in list_models(pretrained=True) else Path(source)) / "record.json"
     if not file.is_file():
         found = "no such folder"
         if file.parent.is_dir():
             found = f"a folder without {file.name}; give --model for a saved model without one"
         raise ValueError(
             f"init: expected the folder of a finished run or of a saved model, or one of "
-            f"{', '.join(list_models(pretrained=True))}; got {place!r}, {found}"
+            f"{', '.join(list_models(pretrained=True))}; got {source!r}, {found}"
         )
     record = read_as(Record, file)
     known = ModelOptions().overrides()  # all of them: a default may have been another when it was trained
     given = {name: value for name, value in record.model_config.items() if name in known}
     given["widths"] = tuple(given["widths"])
-    return replace(record.config.model, init=place, **given)
+    return replace(record.config.model, init=source, **given)
+
+
+PACKAGES = ("numpy", "numba", "triton", "accelerate", "safetensors")
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions, commit and machine."""
+    return {"versions": versions(), "commit": commit(), "machine": Machine(**machine(device))}
+
+
+def versions() -> dict[str, str]:
+    found = {
+        "selfconv": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),  # with its build (+cpu), which a wheel's metadata may omit
+    }
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str | None:
+    """The commit of the checkout that the package runs from, with ``+`` if files were changed, or None."""
+    root = Path(__file__).parents[3]
+    if not (root / ".git").exists():
+        return None
+    try:
+        head, changes = (
+            subprocess.run(
+                ["git", *args], cwd=root, capture_output=True, text=True, check=True
+            ).stdout.strip()
+            for args in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head + ("+" if changes else "")
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    accelerator = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return {
+        "system": platform.platform(),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": accelerator or str(device),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

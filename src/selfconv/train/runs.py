@@ -1,6 +1,7 @@
-"""A run's folder: who may write to it, what is in it, and how it is read again.
+"""The folder of a run: its lock, its files, and reading them again.
 
 config.json           what the run was asked to do
+place.json            where its data are, if they were given by a relative path
 data.json             what it was trained on: digest, classes, size, mean and deviation
 metrics.jsonl         a line for each epoch; events.out.tfevents.* say the same to TensorBoard
 checkpoints/          the last two
@@ -29,8 +30,8 @@ from selfconv.train import checkpoints
 from selfconv.train.checkpoints import Checkpoint
 from selfconv.train.config import RunConfig, differences
 from selfconv.train.distributed import broadcast_object
-from selfconv.train.errors import RunBusy, RunError
 from selfconv.train.record import EpochMetrics, Record
+from selfconv.train.stopping import RunBusy, RunError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -39,11 +40,19 @@ if TYPE_CHECKING:
     from selfconv.models import ResNet
 
 Kind = TypeVar("Kind")
+PLACE = "place.json"
+
+
+@dataclass(frozen=True)
+class DataPlace:
+    """The absolute path of a run's data."""
+
+    data: str
 
 
 @dataclass(frozen=True)
 class Run:
-    """The folder of a run, to read."""
+    """The folder of a run, for reading."""
 
     folder: Path
 
@@ -81,7 +90,7 @@ class Run:
 
     @property
     def digest(self) -> str:
-        """Of what decides how a run ends, its options and its data: what a checkpoint belongs to.
+        """The digest of a run's options and data, which decide its result; a checkpoint carries it.
 
         As they are in the files, which are written once: a later version may know more options.
         """
@@ -90,7 +99,7 @@ class Run:
 
     @property
     def result(self) -> Record:
-        """Of a run that has finished; its files must agree on what was run."""
+        """The record of a finished run; its files must agree on what was run."""
         record = _read(Record, self.folder / "record.json")
         for name, other in (("config", self.config), ("data", self.data)):
             if getattr(record, name) != other:
@@ -106,7 +115,7 @@ class Run:
 
     @property
     def metrics(self) -> list[EpochMetrics]:
-        """How each epoch went that has ended."""
+        """The metrics of all completed epochs."""
         path = self.folder / "metrics.jsonl"
         return read_metrics(path) if path.exists() else []
 
@@ -130,18 +139,37 @@ def read_metrics(path: Path) -> list[EpochMetrics]:
     return found
 
 
-def open_data(config: RunConfig, *, download: bool = True) -> Dataset:
+def note_place(run: Run, config: RunConfig) -> None:
+    """Notes where the data of a run are, beside its options, which are shared with its model."""
+    source = Path(config.data.source).expanduser()
+    if not (run.folder / PLACE).exists() and not source.is_absolute() and source.exists():
+        write_json(run.folder / PLACE, asdict(DataPlace(str(source.resolve()))))
+
+
+def at_place(config: RunConfig, folder: Path | None) -> RunConfig:
+    """The options with the absolute path of the data, for a run that is read from another folder."""
+    if folder is None or not (folder / PLACE).is_file():
+        return config
+    place = _read(DataPlace, folder / PLACE).data
+    return config.replaced("data", source=place) if Path(place).exists() else config
+
+
+def open_data(config: RunConfig, *, folder: Path | None = None, download: bool = True) -> Dataset:
     """The data set of a run.
+
+    Args:
+        folder: of the run, which knows where its data are if they were given by a relative path.
 
     Raises:
         DataError: it cannot be used; MissingDataError if it is not there, and not to be downloaded.
     """
-    options = config.data
+    options = at_place(config, folder).data
     data = load_data(
         options.source,
-        image_size=options.image_size,
-        seed=options.split_seed,
-        validation=options.validation,
+        **options.for_loading(),
+        pixel_range=options.pixel_range,
+        group_by=options.group_by,
+        memory=None if config.hardware.memory is None else config.hardware.memory * 1e9,
         download=download,
     )
     return data if options.subset is None else data.with_fewer(options.subset, options.split_seed)
@@ -149,7 +177,7 @@ def open_data(config: RunConfig, *, download: bool = True) -> Dataset:
 
 @contextmanager
 def lock_run(folder: Path, config: RunConfig, *, resume: bool) -> Iterator[Run]:
-    """The folder for a run to write to, for as long as the context lasts.
+    """Locks the folder of a run for writing within the context, and creates it if it is new.
 
     Raises:
         RunError: it holds another run, or other things, or another process is writing to it.
@@ -172,16 +200,18 @@ def lock_run(folder: Path, config: RunConfig, *, resume: bool) -> Iterator[Run]:
             run.checkpoints.mkdir(exist_ok=True)
             write_json(folder / "config.json", config.to_json())
         elif not resume:
-            raise RunError(f"{folder}: holds a run already; give another --out, or --resume to go on with it")
+            raise RunError(
+                f"{folder}: already contains a run; give another --out, or --resume to continue it"
+            )
         elif changed := differences(config, run.config):
-            raise RunError(f"{folder}: cannot go on with other options: {changed[0]}")
+            raise RunError(f"{folder}: cannot resume with other options: {changed[0]}")
         yield run
     finally:
         lock.release()
 
 
 def note_data(run: Run, data: Dataset) -> DataInfo:
-    """Notes what a run is trained on; if that was noted before, it must be the same."""
+    """Writes ``data.json``; if it exists, it must describe the same data."""
     info = DataInfo.of(data)
     if (run.folder / "data.json").exists():
         noted = run.data
@@ -212,6 +242,7 @@ def open_or_resume(
             try:
                 stack.enter_context(lock_run(out, config, resume=resume))
                 note_data(run, data)
+                note_place(run, config)
                 if run.finished:
                     record = run.record
                 else:
@@ -225,7 +256,7 @@ def open_or_resume(
 
 
 def save_model(run: Run, model: ResNet, record: Record) -> Record:
-    """Puts the final model in place as a whole, with its record, so that the folder stands on its own.
+    """Writes ``model/`` atomically, with a copy of the record, so that the folder can be shared.
 
     Returns:
         The record with the digest of the weights.

@@ -1,4 +1,4 @@
-"""What a config asks for: the accelerator, the network, its optimizer and learning rate, its augmentation."""
+"""From a config to objects: accelerator, network, optimizer, learning rate, augmentation."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from selfconv._extras import require
 from selfconv._memory import machine_memory
-from selfconv.data import Augment, DataInfo
+from selfconv.data import Augment, DataInfo, Dataset
 from selfconv.models import ResNet, create_model
 from selfconv.train.config import Hardware, Recipe, RunConfig
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-def make_accelerator(engine: Hardware) -> Accelerator:
-    """Hugging Face's object that knows of devices, processes, mixed precision and accumulation."""
+def make_accelerator(hardware: Hardware) -> Accelerator:
+    """accelerate's ``Accelerator``, which handles devices, processes, mixed precision and accumulation."""
     require("training", "accelerate", "tensorboard")  # before anything is written
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
-    cpu = engine.device == "cpu" or not torch.accelerator.is_available()
-    if cpu and engine.precision == "fp16":  # accelerate would train in full precision, and say nothing
+    cpu = hardware.device == "cpu" or not torch.accelerator.is_available()
+    if cpu and hardware.precision == "fp16":  # accelerate would train in full precision, and say nothing
         raise ValueError("precision: fp16 needs a GPU; on a CPU expected no or bf16")
     AcceleratorState._reset_state()  # another run in this process may have had another precision
     return Accelerator(
         cpu=cpu,
-        mixed_precision=engine.precision,
-        gradient_accumulation_steps=engine.accumulate,
+        mixed_precision=hardware.precision,
+        gradient_accumulation_steps=hardware.accumulate,
     )
 
 
@@ -63,7 +63,7 @@ def make_optimizer(network: nn.Module, recipe: Recipe) -> torch.optim.SGD:
 
 
 def parameter_groups(network: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
-    """The parameters for an optimizer, those that decay first."""
+    """Parameter groups for an optimizer: parameters with weight decay first, then the others."""
     decays: list[nn.Parameter] = []
     rests: list[nn.Parameter] = []
     for module in network.modules():
@@ -74,8 +74,21 @@ def parameter_groups(network: nn.Module, recipe: Recipe) -> list[dict[str, Any]]
     return groups + [{"params": rests, "weight_decay": 0.0}] * bool(rests)
 
 
+def balanced_weights(labels: Tensor, classes: int) -> Tensor:
+    """A weight for each class, N / (classes · images of the class): the mean over images is 1."""
+    counts = torch.bincount(labels, minlength=classes)
+    return len(labels) / (classes * counts)
+
+
+def make_loss(recipe: Recipe, data: Dataset) -> nn.CrossEntropyLoss:
+    weights = None
+    if recipe.class_weights == "balanced":
+        weights = balanced_weights(data.train.labels, data.num_classes)
+    return nn.CrossEntropyLoss(weights, label_smoothing=recipe.label_smoothing)
+
+
 def learning_rate(recipe: Recipe, epoch: int, step: int, steps: int) -> float:
-    """The learning rate of a step: a function of where it stands, so that there is nothing to save.
+    """The learning rate of a step. It depends on the step alone, so a checkpoint does not store it.
 
     ``"step"`` changes it once an epoch, as the paper does, ``"cosine"`` at every step.
     """
@@ -90,4 +103,12 @@ def learning_rate(recipe: Recipe, epoch: int, step: int, steps: int) -> float:
 
 
 def augmentation(recipe: Recipe) -> Augment:
-    return Augment(flip=recipe.flip, pad=recipe.pad, rotate=recipe.rotate)
+    return Augment(
+        flip=recipe.flip,
+        pad=recipe.pad,
+        rotate=recipe.rotate,
+        brightness=recipe.brightness,
+        contrast=recipe.contrast,
+        colour=recipe.colour,
+        erase=recipe.erase,
+    )

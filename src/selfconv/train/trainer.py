@@ -1,4 +1,4 @@
-"""Trains a network: single steps, epochs, and a complete run, new or resumed.
+"""Trains a network: single steps and epochs, and its complete state in checkpoints.
 
 Hugging Face accelerate handles devices, processes, mixed precision and gradient accumulation. The images are
 in memory, and a batch is a function of (seed, epoch, step), so there is no data loader.
@@ -6,105 +6,45 @@ in memory, and a batch is a function of (seed, epoch, step), so there is no data
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
-from pathlib import Path
+from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from selfconv._files import parse, write_json
-from selfconv._memory import keep_memory
-from selfconv._text import escape_for_terminal, format_duration
+from selfconv._files import parse
 from selfconv.data import Batches, DataInfo, Dataset
-from selfconv.models import ResNet, count_parameters, load_initial, mismatches
+from selfconv.models import ResNet, load_initial, mismatches
 from selfconv.train import checkpoints
-from selfconv.train.checkpoints import Checkpoint
+from selfconv.train.checkpoints import Checkpoint, MetricTotals, SavedState, State
 from selfconv.train.config import RunConfig
-from selfconv.train.distributed import broadcast_object, sync_batch_norm
-from selfconv.train.environment import environment
-from selfconv.train.errors import Diverged, Interrupted, OutOfMemory, RunError, RunStopped, is_out_of_memory
-from selfconv.train.progress import Journal, Progress, Watch
-from selfconv.train.record import BestEpoch, EpochMetrics, Record
-from selfconv.train.runs import Run, open_data, open_or_resume, save_model
-from selfconv.train.setup import augmentation, build_model, learning_rate, make_accelerator, make_optimizer
-from selfconv.train.signals import StopSignals
-from selfconv.train.state import MetricTotals, SavedState, State
+from selfconv.train.distributed import sync_batch_norm
+from selfconv.train.progress import Journal, Progress
+from selfconv.train.record import EpochMetrics
+from selfconv.train.runs import Run
+from selfconv.train.setup import (
+    augmentation,
+    build_model,
+    learning_rate,
+    make_loss,
+    make_optimizer,
+)
+from selfconv.train.stopping import (
+    RunError,
+    StopSignals,
+    check_finite,
+    interruption,
+)
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 EVALUATION_BATCH = 256
-
-
-def train(
-    config: RunConfig,
-    out: str | Path,
-    *,
-    resume: bool = False,
-    quiet: bool = False,
-    watch: Watch | None = None,
-    stop: StopSignals | None = None,
-) -> dict[str, Any]:
-    """Trains a network and returns the record of the run, whose folder is ``out``.
-
-    Args:
-        resume: continue the run in that folder from its last checkpoint; start it if there is none.
-        quiet: print nothing.
-        watch: called after each step with the completed fraction of the run and a status line.
-        stop: a signal handler that is already active; by default one is installed for the duration of the
-            call.
-
-    Raises:
-        ValueError: the model, the data or the folder cannot be used; nothing has been written.
-        Interrupted: SIGINT or SIGTERM was received; a checkpoint is saved.
-        Diverged: the loss is infinite or NaN; the last checkpoint has the last finite weights.
-    """
-    keep_memory()
-    accelerator = make_accelerator(config.engine)
-    config = broadcast_object(config)
-    data = open_data(config)
-    trainer = Trainer(config, data, accelerator)
-    total = config.recipe.epochs * len(trainer.batches)
-    visible = accelerator.is_main_process and not quiet
-    with open_or_resume(accelerator, Path(out), config, data, resume) as (run, record, checkpoint):
-        if record is not None:
-            if visible:
-                folder, accuracy = escape_for_terminal(run.folder), record["test_accuracy"]
-                print(f"{folder}: has finished already, with test accuracy {accuracy:.2%}")
-            return record
-        if checkpoint is not None:
-            try:
-                trainer.restore(checkpoint)
-            except RunError as error:
-                raise error if accelerator.is_main_process else SystemExit(2) from None
-        noted = StopSignals() if stop is None else nullcontext(stop)
-        with noted as stop, Progress(total, visible=visible, watch=watch) as progress:
-            changed = [
-                f"{key} {value}" for key, value in config.model.overrides().items() if value is not None
-            ]
-            network = ", ".join([config.model.name, *changed])
-            progress.say(f"{network}, {count_parameters(trainer.network):,} parameters; {data}")
-            place = "" if checkpoint is None else f"from epoch {trainer.state.epoch + 1} on, "
-            progress.say(f"{place}into {run.folder}")
-            try:
-                trainer.fit(run, stop, progress)
-                record = finish(trainer, run, data, progress)
-            except RunStopped as stopped:
-                raise stopped if accelerator.is_main_process else SystemExit(stopped.code) from None
-            except (MemoryError, RuntimeError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                raise _out_of_memory(trainer, run) from error
-    if accelerator.num_processes > 1:
-        accelerator.end_training()
-    return record
 
 
 class Trainer:
@@ -115,7 +55,7 @@ class Trainer:
     """
 
     def __init__(self, config: RunConfig, data: Dataset, accelerator: Accelerator) -> None:
-        recipe, engine = config.recipe, config.engine
+        recipe, hardware = config.recipe, config.hardware
         self.config, self.recipe, self.accelerator = config, recipe, accelerator
         self.state, self.image_size = State(), data.size
         torch.manual_seed(config.seed)
@@ -123,7 +63,7 @@ class Trainer:
         if config.model.init is not None:
             network.start_from(load_initial(config.model.init))
         self.network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        if accelerator.num_processes > 1 and engine.sync_batch_norm:
+        if accelerator.num_processes > 1 and hardware.sync_batch_norm:
             sync_batch_norm(self.network)
         self.model, self.optimizer = accelerator.prepare(self.network, make_optimizer(self.network, recipe))
         self.mean_weights = self._weights(copied=True) if recipe.ema is not None else {}
@@ -132,12 +72,16 @@ class Trainer:
         )
         self.val, self.test = (self._batches(data, part, EVALUATION_BATCH) for part in ("val", "test"))
         share = self.batches.batch_size // accelerator.num_processes
-        if share % engine.accumulate:
+        if share % hardware.accumulate:
             raise ValueError(
                 f"batch_size: expected a multiple of accumulate × processes = "
-                f"{engine.accumulate * accelerator.num_processes}; got {self.batches.batch_size}"
+                f"{hardware.accumulate * accelerator.num_processes}; got {self.batches.batch_size}"
             )
-        self.part = share // engine.accumulate
+        self.part = share // hardware.accumulate
+        self.loss = make_loss(recipe, data).to(accelerator.device)
+        self.best_weights: dict[str, Tensor] = {}
+        if (recipe.keep == "best" or recipe.patience is not None) and not len(data.val):
+            raise ValueError("--keep best and --patience need validation images; got none")
 
     def _batches(self, data: Dataset, part: str, size: int, **options: Any) -> Batches:
         world = self.accelerator.num_processes
@@ -158,7 +102,7 @@ class Trainer:
             with self.accelerator.accumulate(self.model):
                 with self.accelerator.autocast():
                     output = self.model(x)
-                loss = F.cross_entropy(output.float(), y, label_smoothing=self.recipe.label_smoothing)
+                loss = self.loss(output.float(), y)
                 self.accelerator.backward(loss)
                 if self.recipe.clip is not None and self.accelerator.sync_gradients:
                     self.accelerator.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
@@ -194,10 +138,13 @@ class Trainer:
         """
         state, main = self.state, self.accelerator.is_main_process
         journal = Journal(run.folder, state.history) if main else None
-        while state.epoch < self.recipe.epochs:
+        while state.epoch < self.recipe.epochs and not state.stalled(self.recipe.patience):
             self._train_epoch(run, stop, progress)
             metrics = self._epoch_metrics(run)
             state.history.append(metrics)
+            if self.recipe.keep == "best" and state.best_epoch == metrics.epoch:
+                weights = self._weights() if self.recipe.ema is None else self.mean_weights
+                self.best_weights = {name: value.clone() for name, value in weights.items()}
             state.epoch, state.step, state.sums, state.seconds = state.epoch + 1, 0, MetricTotals(), 0.0
             if journal is not None:
                 journal.epoch(metrics)
@@ -224,12 +171,12 @@ class Trainer:
             state.sums.add(totals)
             elapsed = max(time.monotonic() - began, 1e-9)  # of a clock that ticks seldom
             state.seconds = seconds_before + elapsed
-            _check_finite(state.sums.means[0], state, run)
+            check_finite(state.sums.means[0], state.epoch, state.step, run.checkpoints)
             progress.step(state.epoch * steps + state.step, self._line())
             if signal:
                 self._save(run)
-                raise _interruption(state, run, stop.number or int(signal))
-            due = time.monotonic() - saved > 60 * self.config.engine.checkpoint_minutes
+                raise interruption(state.epoch, state.step, run.folder, stop.number or int(signal))
+            due = time.monotonic() - saved > 60 * self.config.hardware.checkpoint_minutes
             if due and state.step < steps:
                 self._save(run)
                 saved = time.monotonic()
@@ -246,7 +193,7 @@ class Trainer:
         """What ``metrics.jsonl`` says about the epoch whose steps are done."""
         state = self.state
         val = self.evaluate(self.val) if len(self.val.split) else None
-        _check_finite(val.loss if val is not None else 0.0, state, run)
+        check_finite(val.loss if val is not None else 0.0, state.epoch, state.step, run.checkpoints)
         loss, accuracy = state.sums.means
         return EpochMetrics(
             epoch=state.epoch + 1,
@@ -287,7 +234,7 @@ class Trainer:
         if self.accelerator.num_processes > 1:  # each process has moved its own running statistics
             for buffer in self.network.buffers():
                 torch.distributed.broadcast(buffer, 0)
-        if self.recipe.ema is None:
+        if not self.mean_weights:
             yield
             return
         own = self._weights(copied=True)
@@ -297,7 +244,9 @@ class Trainer:
 
     def finish(self) -> ResNet:
         """The network with its final weights."""
-        if self.recipe.ema is not None:
+        if self.best_weights:
+            self.mean_weights = self.best_weights  # which the evaluation uses too
+        if self.mean_weights:
             self.network.load_state_dict(self.mean_weights)
         return self.network
 
@@ -308,6 +257,7 @@ class Trainer:
         parts = {
             "model": self._weights(),
             "ema": self.mean_weights,
+            "best": self.best_weights,
             "optimizer": {
                 str(index): buffer
                 for index, parameter in enumerate(self._parameters())
@@ -333,14 +283,15 @@ class Trainer:
             raise RunError(f"the checkpoint does not fit this run: {error}") from None
         if saved.threads != torch.get_num_threads():
             warnings.warn(
-                f"this run began with {saved.threads} threads and goes on with {torch.get_num_threads()}: it "
-                "will not end with the same bits, since sums are rounded in another order",
+                f"this run began with {saved.threads} threads and continues with {torch.get_num_threads()}: "
+                "it will not end with the same bits, since sums are rounded in another order",
                 stacklevel=2,
             )
         self.state = State(saved.epoch, saved.step, saved.sums, saved.seconds, saved.history)
         self.network.load_state_dict(checkpoint.tensors("model"))
         for name, value in checkpoint.tensors("ema").items():
             self.mean_weights[name].copy_(value)
+        self.best_weights = {name: value.clone() for name, value in checkpoint.tensors("best").items()}
         buffers = checkpoint.tensors("optimizer")
         for index, parameter in enumerate(self._parameters()):
             if str(index) in buffers:  # in the weight's memory format, so that sums round as they did
@@ -365,6 +316,7 @@ class Trainer:
         expected: dict[str, Mapping[str, Tensor]] = {
             "model": self._weights(),
             "ema": self.mean_weights,
+            "best": self._weights() if self.recipe.keep == "best" and saved.history else {},
             "optimizer": buffers,
             "random": checkpoints.expected_random_states(random),
         }
@@ -381,66 +333,3 @@ def _named(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
 def _totals(loss: Tensor, output: Tensor, labels: Tensor) -> Tensor:
     correct = (output.argmax(1) == labels).sum()
     return torch.stack([loss.float(), correct.float(), torch.full_like(loss, len(labels))])
-
-
-def finish(trainer: Trainer, run: Run, data: Dataset, progress: Progress) -> dict[str, Any]:
-    """Evaluates the network on the test set, writes the model and the record, and returns the record."""
-    config = trainer.config
-    test, history = trainer.evaluate(trainer.test), trainer.state.history
-    model, accelerator = trainer.finish(), trainer.accelerator
-    _check_finite(test.loss, trainer.state, run)
-    last = history[-1]
-    validated = [BestEpoch(h.epoch, h.val_accuracy) for h in history if h.val_accuracy is not None]
-    seconds = sum(h.seconds for h in history)
-    record = Record(
-        model=config.model.name,
-        parameters=count_parameters(model),
-        model_config=model.config,
-        data=DataInfo.of(data),
-        config=config,
-        seed=config.seed,
-        processes=accelerator.num_processes,
-        epochs=len(history),
-        train_loss=last.train_loss,
-        train_accuracy=last.train_accuracy,
-        val_accuracy=last.val_accuracy,
-        best_val_accuracy=max(validated, key=lambda best: best.accuracy, default=None),
-        test_loss=test.means[0],
-        test_accuracy=test.means[1],
-        train_seconds=seconds,
-        images_per_second=sum(h.seconds * h.images_per_second for h in history) / seconds,
-        **environment(accelerator.device),
-    )
-    if accelerator.is_main_process:
-        record = save_model(run, model, replace(record, data=run.data))
-        write_json(run.folder / "record.json", record.to_json())
-    progress.say(
-        f"test accuracy {record.test_accuracy:.2%} after {len(history)} epoch{'s' * (len(history) != 1)}, "
-        f"{format_duration(seconds)} of training; in {run.folder}"
-    )
-    return record.to_json()
-
-
-def _check_finite(loss: float, state: State, run: Run) -> None:
-    if not math.isfinite(loss):
-        raise Diverged(
-            f"the loss is {loss} in epoch {state.epoch + 1}, step {state.step}; the last good weights are in "
-            f"{run.checkpoints}; a lower --lr or --clip 1 may help"
-        )
-
-
-def _out_of_memory(trainer: Trainer, run: Run) -> OutOfMemory:
-    state, parts = trainer.state, 2 * trainer.batches.batch_size // trainer.part
-    return OutOfMemory(
-        f"out of memory in epoch {state.epoch + 1}, step {state.step + 1}, with {trainer.part} images at a "
-        f"time; --accumulate {parts} takes half as many and learns the same but for batch norm, and a lower "
-        f"--batch-size or --image-size needs less too; the checkpoints in {run.checkpoints} are kept"
-    )
-
-
-def _interruption(state: State, run: Run, number: int) -> Interrupted:
-    return Interrupted(
-        f"stopped and saved after epoch {state.epoch}, step {state.step}; "
-        f"go on with: selfconv train --out {run.folder} --resume",
-        number,
-    )

@@ -8,17 +8,21 @@ from selfconv.trained.evaluation import (
     evaluate,
     evaluate_model,
 )
-from selfconv.trained.exporting import export
+from selfconv.trained.exporting import export, own_range
+from selfconv.trained.metrics import CalibrationBin, ClassQuality, Quality
 from selfconv.trained.model import TrainedModel, open_trained
 from selfconv.trained.outputs import logits
-from selfconv.trained.prediction import Prediction, predict
+from selfconv.trained.prediction import Prediction, predict, predict_each
 from selfconv.trained.rotation import RotationCurve, rotation_curve, rotation_figure
 
 __all__ = [
     "TURNS",
     "VIEWS",
+    "CalibrationBin",
+    "ClassQuality",
     "Evaluation",
     "Prediction",
+    "Quality",
     "RotationCurve",
     "TrainedModel",
     "confusion_figure",
@@ -27,7 +31,9 @@ __all__ = [
     "export",
     "logits",
     "open_trained",
+    "own_range",
     "predict",
+    "predict_each",
     "rotation_curve",
     "rotation_figure",
 ]

@@ -1,4 +1,4 @@
-"""Evaluation of a trained model: accuracy in total, per class, and on rotated images."""
+"""Evaluation of a trained model: accuracy in total, per class, and on rotated images; and its files."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from selfconv.data import DataInfo, Split
 from selfconv.groups import P4
 from selfconv.testing import relative_error
 from selfconv.train import Watch
+from selfconv.trained.answers import Answers
+from selfconv.trained.metrics import Quality, measure_quality
 from selfconv.trained.model import TrainedModel
 from selfconv.trained.outputs import logits
 from selfconv.trained.rotation import (
@@ -53,6 +55,7 @@ class Evaluation:
     confusion: list[list[int]]  # [true class][predicted class]
     equivariance_error: float  # of the logits under quarter turns, relative to the largest
     rotation: RotationCurve  # accuracy at every angle
+    quality: Quality | None = None  # None: made by an older version
 
     def __post_init__(self) -> None:
         """It may have been read from a file: what can be counted again is."""
@@ -71,6 +74,8 @@ class Evaluation:
             raise ValueError(f"accuracy_under: expected numbers from 0 to 1; got {self.accuracy_under!r}")
         if min(self.loss, self.equivariance_error) < 0:
             raise ValueError("loss, equivariance_error: expected numbers of 0 or more; got less")
+        if self.quality is not None and [*self.quality.classes] != [*self.class_accuracy]:
+            raise ValueError("quality: expected the classes of class_accuracy; got others")
 
     @property
     def turned_accuracy(self) -> float:
@@ -84,6 +89,7 @@ class Evaluation:
         from rich.text import Text
 
         title = Text(f"{escape_for_terminal(self.data)}: {self.accuracy:.2%} of {self.images} test images")
+        quality = self.quality
         views = Table("images")
         views.add_column("accuracy", justify="right")
         for name, value in self.accuracy_under.items():
@@ -93,8 +99,16 @@ class Evaluation:
         views.add_row(f"{every}: mean", f"{self.rotation.mean:.2%}")
         where = f", at {self.rotation.worst_angle}°" if self.rotation.worst < self.rotation.mean else ""
         views.add_row(f"{every}: lowest{where}", f"{self.rotation.worst:.2%}")
+        if quality is not None:
+            views.add_row("95% interval of the accuracy", _interval(quality.accuracy_interval))
+            views.add_row("balanced accuracy (mean over classes)", f"{quality.balanced_accuracy:.2%}")
+            views.add_row("its 95% interval", _interval(quality.balanced_accuracy_interval))
+            views.add_row("area under the ROC curve (mean)", _percent(quality.roc_auc))
+            views.add_row("expected calibration error", f"{quality.calibration_error:.2%}")
         classes = Table("class")
-        classes.add_column("accuracy", justify="right")
+        headings = ("accuracy",) if quality is None else ("images", "accuracy", "precision", "F1", "ROC AUC")
+        for heading in headings:
+            classes.add_column(heading, justify="right")
         classes.add_column("most often taken for")
         names = list(self.class_accuracy)
         for row, (name, accuracy) in enumerate(self.class_accuracy.items()):
@@ -102,10 +116,21 @@ class Evaluation:
             worst = (
                 f"{escape_for_terminal(names[wrong.index(max(wrong))])} ({max(wrong)})" if max(wrong) else ""
             )
-            classes.add_row(  # as they are: a string would be read as markup
-                Text(escape_for_terminal(name)), "-" if accuracy is None else f"{accuracy:.2%}", Text(worst)
-            )
+            cells = [_percent(accuracy)]
+            if quality is not None:
+                of = quality.classes[name]
+                cells = [f"{of.images}", *cells, *map(_percent, (of.precision, of.f1, of.roc_auc))]
+            # as they are: a string would be read as markup
+            classes.add_row(Text(escape_for_terminal(name)), *cells, Text(worst))
         return Group(title, views, classes)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.2%}"
+
+
+def _interval(ends: tuple[float, float]) -> str:
+    return f"{ends[0]:.2%} to {ends[1]:.2%}"
 
 
 def evaluate_model(model: nn.Module, split: Split, info: DataInfo, watch: Watch | None = None) -> Evaluation:
@@ -114,6 +139,13 @@ def evaluate_model(model: nn.Module, split: Split, info: DataInfo, watch: Watch 
     Args:
         watch: called with the share that is done, and a line on what is being done.
     """
+    return _evaluate_model(model, split, info, watch)[0]
+
+
+def _evaluate_model(
+    model: nn.Module, split: Split, info: DataInfo, watch: Watch | None
+) -> tuple[Evaluation, Tensor]:
+    """Also the probabilities ``[N, classes]`` of the upright images."""
     labels = split.labels
     outputs = {}
     for number, (name, view) in enumerate(VIEWS.items()):
@@ -128,7 +160,8 @@ def evaluate_model(model: nn.Module, split: Split, info: DataInfo, watch: Watch 
     counts = torch.bincount(labels * classes + upright.argmax(1), minlength=classes**2).view(classes, classes)
     total = counts.sum(1).tolist()
     right = counts.diagonal().tolist()
-    return Evaluation(
+    probabilities = upright.softmax(1)
+    evaluation = Evaluation(
         data=info.name,
         images=len(split),
         loss=F.cross_entropy(upright, labels).item(),
@@ -140,7 +173,11 @@ def evaluate_model(model: nn.Module, split: Split, info: DataInfo, watch: Watch 
         confusion=counts.tolist(),
         equivariance_error=max(relative_error(outputs[view], upright) for view in TURNS),
         rotation=curve,
+        quality=measure_quality(
+            info.class_names, labels.numpy(force=True), probabilities.double().numpy(force=True)
+        ),
     )
+    return evaluation, probabilities.cpu()
 
 
 def _accuracy(outputs: Tensor, labels: Tensor) -> float:
@@ -151,38 +188,47 @@ def evaluate(
     trained: TrainedModel,
     data: str | os.PathLike[str] | None = None,
     *,
+    pixel_range: str | None = None,
+    out: str | os.PathLike[str] | None = None,
     pictures: bool = True,
     watch: Watch | None = None,
 ) -> Evaluation:
     """Evaluates a model on test images, and saves the result in its run's folder.
 
-    Writes ``evaluation.json`` there, and ``confusion.png`` and ``rotation.png`` if matplotlib is installed
-    and plots are requested. Nothing is written for a model without a run's folder, or for other data than its
-    own.
+    Writes ``evaluation.json`` and ``predictions.csv`` there, and ``confusion.png``, ``rotation.png`` and
+    ``mistakes.png`` if matplotlib is installed and plots are requested. For a model without a run's folder,
+    or for other data than its own, they are written only if ``out`` is given.
 
     Args:
         data: a data set as ``load_data`` takes it; by default the one that the model was trained on. Its test
             images count, or all of its images if it has no test part.
+        pixel_range: of those images; by default that of the training images.
+        out: folder for the files; by default that of the run.
         watch: called with the share that is done, and a line on what is being done.
     """
-    dataset = trained.open_data(data)
+    dataset = trained.open_data(data, pixel_range)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = torch.device("cpu") if device is None else device
     own = dataset.digest == trained.data.digest
     # other images than those of training may all be tested
     split = dataset.test if own or dataset.own_test else dataset.everything
-    evaluation = evaluate_model(trained.model.to(device), split.to(device), trained.data, watch)
+    evaluation, probabilities = _evaluate_model(
+        trained.optimized.to(device), split.to(device), trained.data, watch
+    )
     evaluation = replace(evaluation, data=dataset.name)
-    if trained.run_folder is None or not own:
+    folder = (trained.run_folder if own else None) if out is None else Path(out)
+    if folder is None:
         return evaluation
-    write_json(trained.run_folder / "evaluation.json", asdict(evaluation))
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "evaluation.json", asdict(evaluation))
+    answers = Answers(split, probabilities, trained.data.class_names)
+    write_atomically(folder / "predictions.csv", answers.to_csv().encode())
     if not pictures or find_spec("matplotlib") is None:  # the numbers are in the file
         return evaluation
-    save_figure(confusion_figure(evaluation), trained.run_folder / "confusion.png")
-    save_figure(
-        rotation_figure({trained.name: evaluation.rotation}, evaluation.data),
-        trained.run_folder / "rotation.png",
-    )
+    save_figure(confusion_figure(evaluation), folder / "confusion.png")
+    curve = {trained.name: evaluation.rotation}
+    save_figure(rotation_figure(curve, evaluation.data), folder / "rotation.png")
+    save_figure(answers.mistakes_figure(evaluation.data), folder / "mistakes.png")
     return evaluation
 
 

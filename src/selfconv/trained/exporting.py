@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,33 +10,63 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from selfconv.data import DataInfo, PixelRange
 from selfconv.models import export_onnx, export_program
 from selfconv.trained.model import TrainedModel
+
+# What `selfconv predict` does to an image file, for programs without this package; bytes per pixel, no more.
+PREPROCESSING = """\
+import numpy as np
+from PIL import Image, ImageOps
+
+def preprocess(path, size, channels):
+    image = Image.open(path)
+    image.draft(None, (2 * size, 2 * size))  # JPEG decodes at a fraction of its size
+    image = ImageOps.exif_transpose(image).convert("RGBA")  # upright; palettes and grey as colours
+    image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    image = ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)  # shorter side, centre
+    image = image.convert("L") if channels == 1 else image
+    pixels = np.asarray(image, np.float32).reshape(size, size, channels) / 255  # 0..1, RGB
+    return pixels.transpose(2, 0, 1)[None]  # [1, channels, size, size]
+"""
 
 WRITERS: dict[str, Callable[..., object]] = {".onnx": export_onnx, ".pt2": export_program}
 
 
 class FromPixels(nn.Module):
-    """A model that takes pixels in 0..1 instead of normalised ones."""
+    """A model that takes pixels in 0..1 instead of normalised ones; of images of another range than bytes,
+    the values as they are in the files."""
 
     mean: Tensor
     std: Tensor
 
-    def __init__(self, model: nn.Module, mean: list[float], std: list[float]) -> None:
+    def __init__(self, model: nn.Module, info: DataInfo) -> None:
         super().__init__()
         self.model = model
-        self.register_buffer("mean", torch.tensor(mean).view(1, -1, 1, 1))
-        self.register_buffer("std", torch.tensor(std).view(1, -1, 1, 1))
+        self.range = own_range(info)
+        self.register_buffer("mean", torch.tensor(info.mean).view(1, -1, 1, 1))
+        self.register_buffer("std", torch.tensor(info.std).view(1, -1, 1, 1))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.range is not None:
+            low, high = self.range
+            x = ((x - low) / (high - low)).clamp(0, 1)
         return self.model((x - self.mean) / self.std)
+
+
+def own_range(info: DataInfo) -> tuple[float, float] | None:
+    """The values that an exported model takes; None: pixels in 0..1, from bytes or by the files' type."""
+    pixels = info.pixels
+    return None if pixels == PixelRange() or pixels.by_type else (pixels.low, pixels.high)
 
 
 def export(trained: TrainedModel, path: str | os.PathLike[str]) -> tuple[int, int, int]:
     """Writes a trained model to ``….onnx`` or ``….pt2``; returns the shape of its input images.
 
-    Input: images ``[N, C, h, w]``, float32 pixels in 0..1, any N. Output: logits ``[N, classes]``.
-    Normalisation is part of the file.
+    Input: images ``[N, C, h, w]``, float32, any N: pixels in 0..1, or for a data set with a range of its own
+    the values as they are in its files. Output: logits ``[N, classes]``. The range and normalisation are part
+    of the file. The metadata of an ONNX file hold ``classes`` (JSON), ``image_shape`` (JSON) and
+    ``preprocessing``, Python code that reads an image file of 8 bits per channel.
     """
     path = Path(path)
     if path.suffix not in WRITERS:
@@ -45,7 +76,7 @@ def export(trained: TrainedModel, path: str | os.PathLike[str]) -> tuple[int, in
     if path.is_dir():
         raise IsADirectoryError(f"{path}: expected a file to write; got a folder")
     info = trained.data
-    model = FromPixels(trained.model, info.mean, info.std)
+    model = FromPixels(trained.model, info)
     shape = (info.in_channels, info.size, info.size)
     with torch.inference_mode():
         if not model(torch.zeros(1, *shape)).isfinite().all():
@@ -58,7 +89,13 @@ def export(trained: TrainedModel, path: str | os.PathLike[str]) -> tuple[int, in
     except OSError as error:
         raise OSError(f"{path}: {error.strerror}") from None
     try:
-        WRITERS[path.suffix](model, partial, input_shape=shape)
+        options = {"input_shape": shape, "any_size": trained.model.takes_any_size}
+        if path.suffix == ".onnx":
+            classes = json.dumps(info.class_names, ensure_ascii=False)
+            options["metadata"] = {
+                "classes": classes, "image_shape": json.dumps(shape), "preprocessing": PREPROCESSING
+            }  # fmt: skip
+        WRITERS[path.suffix](model, partial, **options)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,16 @@ from torch import Tensor, nn
 
 from selfconv._files import file_sha256, read_as
 from selfconv._memory import machine_memory
-from selfconv.data import DataInfo, Dataset, normalise, read_image
-from selfconv.models import WEIGHTS, ResNet, ResNetConfig, check_finite, list_models, mismatches
+from selfconv.data import DataInfo, Dataset, PixelRange, describe_channels, normalise, read_image
+from selfconv.models import (
+    WEIGHTS,
+    ResNet,
+    ResNetConfig,
+    check_finite,
+    list_models,
+    mismatches,
+    optimize_for_inference,
+)
 from selfconv.train import Record, Run, RunConfig, RunError, build_model, load_last, open_data, read_metrics
 
 MAPS_AT_A_TIME = 4  # about as many feature maps are in memory at once
@@ -40,6 +49,11 @@ class TrainedModel:
     run_folder: Path | None
     _training: tuple[DataInfo, RunConfig] | None  # unknown for a model that was saved without its record
 
+    @cached_property
+    def optimized(self) -> nn.Module:
+        """A copy of the model, optimised for inference: the same answers to rounding."""
+        return optimize_for_inference(self.model)
+
     @property
     def data(self) -> DataInfo:
         """The data set that the model was trained on: classes, image size, mean and deviation."""
@@ -58,35 +72,50 @@ class TrainedModel:
             )
         return self._training
 
-    def open_data(self, source: str | os.PathLike[str] | None = None) -> Dataset:
+    def open_data(
+        self, source: str | os.PathLike[str] | None = None, pixel_range: str | None = None
+    ) -> Dataset:
         """Loads the data set that the model was trained on, or another one with the same classes.
 
         Args:
             source: of the other data set, as ``load_data`` takes it; its images get the model's size.
+            pixel_range: of the other data set; by default that of the training images.
         """
         if source is None:
-            data = open_data(self.config)
+            data = open_data(self.config, folder=self.run_folder)
             if data.digest != self.data.digest:
                 raise RunError(
                     f"{self.name}: the data set {data.name} has changed since this model was trained"
                 )
             return data
-        config = self.config.replaced("data", source=os.fspath(source))
+        own = pixel_range is None
+        pixel_range = _range_option(self.data.pixels) if pixel_range is None else pixel_range
+        config = self.config.replaced(
+            "data", source=os.fspath(source), pixel_range=pixel_range, group_by=None, subset=None
+        )
         data = open_data(config)
         if data.size != self.data.size:
             data = open_data(config.replaced("data", image_size=self.data.size))
         (ours, theirs) = (_classes_and_channels(info) for info in (self.data, DataInfo.of(data)))
-        if self.data.class_names != list(data.class_names) or self.data.in_channels != data.in_channels:
+        known = {*self.data.class_names} & {*data.class_names}
+        if not known or self.data.in_channels != data.in_channels:
             raise RunError(f"{self.name}: expected images of {ours}; {os.fspath(source)} has {theirs}")
+        data = _with_classes(data, self.data.class_names)
+        if own and not data.pixels.by_type and data.pixels.dtype != self.data.pixels.dtype:
+            raise RunError(
+                f"{self.name}: expected {self.data.pixels.dtype} values, as the training images have; "
+                f"{os.fspath(source)} has {data.pixels.dtype}: give their range with --range"
+            )
         return data
 
     def read_image(self, path: str | os.PathLike[str]) -> Tensor:
-        """Reads an image file as uint8 ``[C, size, size]``, with the preprocessing of a training folder."""
-        return read_image(Path(path), self.data.size, self.data.in_channels)
+        """Reads an image file as integers ``[C, size, size]``, preprocessed as in a training folder."""
+        info = self.data
+        return read_image(Path(path), info.size, info.in_channels, pixels=info.pixels)
 
     def normalise(self, images: Tensor) -> Tensor:
-        """Normalises uint8 images ``[N, C, h, w]`` for the model."""
-        return normalise(images, self.data.mean, self.data.std)
+        """Normalises images ``[N, C, h, w]``, integers as ``read_image`` returns, for the model."""
+        return normalise(images, self.data.mean, self.data.std, self.data.pixels.levels)
 
 
 def open_trained(place: str | os.PathLike[str]) -> TrainedModel:
@@ -182,7 +211,7 @@ def _model_so_far(run: Run, config: RunConfig, info: DataInfo) -> ResNet:
         raise RunError(f"{run.folder}: this run has no weights yet")
     with torch.device("meta"):  # the checkpoint brings the weights, and with them what memory they take
         model = build_model(config, info)
-    weights = checkpoint.tensors("ema") or checkpoint.tensors("model")
+    weights = checkpoint.tensors("best") or checkpoint.tensors("ema") or checkpoint.tensors("model")
     if problems := mismatches(model.state_dict(), weights):
         raise RunError(f"{run.folder}: the last checkpoint holds the weights of another network: {problems}")
     try:
@@ -222,5 +251,35 @@ def _check_images(model: ResNet, info: DataInfo, folder: Path) -> None:
 
 
 def _classes_and_channels(info: DataInfo) -> str:
-    names, channels = info.class_names, {1: "grey", 3: "colour"}[info.in_channels]
+    names, channels = info.class_names, describe_channels(info.in_channels)
     return f"{len(names)} classes ({', '.join(names[:3])}{', …' * (len(names) > 3)}) in {channels}"
+
+
+def _range_option(pixels: PixelRange) -> str:
+    """What ``--range`` must say for other images to be read as those of the training were."""
+    if pixels.by_type:
+        return "dtype"
+    return "auto" if pixels == PixelRange() else f"{pixels.low!r},{pixels.high!r}"
+
+
+def _with_classes(data: Dataset, names: list[str]) -> Dataset:
+    """The images of the classes that a model knows, with its labels; tells which classes are missing."""
+    if list(data.class_names) == names:
+        return data
+    labels = torch.tensor([names.index(name) if name in names else -1 for name in data.class_names])
+    if unknown := [name for name in data.class_names if name not in names]:
+        images = sum(int((labels[part.labels] < 0).sum()) for part in data.parts)
+        warnings.warn(
+            f"{data.name}: {images} images of {len(unknown)} classes that the model does not know are left "
+            f"out: {_some(unknown)}",
+            stacklevel=3,
+        )
+    if missing := [name for name in names if name not in data.class_names]:
+        warnings.warn(
+            f"{data.name}: no images of {len(missing)} of the model's classes: {_some(missing)}", stacklevel=3
+        )
+    return data.relabelled(labels, names)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + ", …" * (len(names) > 3)

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from selfconv.data import IMAGE_SUFFIXES, DataError, Split, read_image
+from selfconv.data import (
+    IMAGE_SUFFIXES,
+    DataError,
+    PixelRange,
+    Split,
+    parse_range,
+    read_images,
+    require_pillow,
+)
 from selfconv.trained.model import TrainedModel
 from selfconv.trained.outputs import logits
 
-FILES, PIXELS = 1024, 2**24  # to be read at a time, at most
+FILES, PIXELS = 128, 2**24  # to be read at a time, at most: answers come after each batch
 
 
 @dataclass(frozen=True)
@@ -54,17 +64,76 @@ def _images(folder: Path) -> list[Path]:
     )
 
 
-def predict(trained: TrainedModel, images: Sequence[str | os.PathLike[str]]) -> list[Prediction]:
-    """The class and probabilities of each image; preprocessing is that of a training folder."""
+def predict(
+    trained: TrainedModel, images: Sequence[str | os.PathLike[str]], *, pixel_range: str | None = None
+) -> list[Prediction]:
+    """The class and probabilities of each image; preprocessing is that of a training folder.
+
+    Args:
+        pixel_range: of the values in the files, ``"dtype"`` or ``"LOW,HIGH"``; by default that of the
+            training images.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+    answers = [*predict_each(trained, images, pixel_range=pixel_range)]
+    for answer in answers:
+        if isinstance(answer, DataError):
+            raise answer
+    return [answer for answer in answers if isinstance(answer, Prediction)]
+
+
+def predict_each(
+    trained: TrainedModel,
+    images: Sequence[str | os.PathLike[str]],
+    *,
+    pixel_range: str | None = None,
+    watch: Callable[[int, int], None] | None = None,
+) -> Iterator[Prediction | DataError]:
+    """The answers of ``predict`` as they come, and the error in place of one for a file that cannot be read.
+
+    Args:
+        watch: called with the number of files that are done and of all.
+    """
     files, info = image_files(images), trained.data
-    predictions = []
+    pixels = info.pixels if pixel_range is None else _given_range(pixel_range)
+    require_pillow()
+
+    def read(file: Path) -> Tensor | DataError:
+        try:
+            return read_images(file, info.size, info.in_channels, pixels=pixels)
+        except DataError as error:
+            return error
+
     step = max(1, min(FILES, PIXELS // info.size**2))
-    for start in range(0, len(files), step):  # so that any number of files fits in memory
-        chunk = files[start : start + step]
-        pixels = torch.stack([read_image(file, info.size, info.in_channels) for file in chunk])
-        split = Split(pixels, torch.zeros(len(chunk), dtype=torch.int64))
-        for file, p in zip(chunk, logits(trained.model, split, info, lambda x: x).softmax(1), strict=True):
-            probabilities = dict(zip(info.class_names, p.tolist(), strict=True))
-            label = info.class_names[int(p.argmax())]
-            predictions.append(Prediction(str(file), label, probabilities[label], probabilities))
-    return predictions
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        for start in range(0, len(files), step):
+            chunk = files[start : start + step]
+            found = [*pool.map(read, chunk)]
+            read_ones = [one for one in found if isinstance(one, Tensor)]
+            answers = iter(_probabilities(trained, torch.cat(read_ones), pixels) if read_ones else ())
+            for file, one in zip(chunk, found, strict=True):
+                if isinstance(one, DataError):
+                    yield one
+                    continue
+                for index in range(len(one)):
+                    name = f"{file}[{index}]" if len(one) > 1 else str(file)
+                    probabilities = dict(zip(info.class_names, next(answers), strict=True))
+                    label = max(probabilities, key=lambda key: probabilities[key])
+                    yield Prediction(name, label, probabilities[label], probabilities)
+            if watch is not None:
+                watch(start + len(chunk), len(files))
+
+
+def _probabilities(trained: TrainedModel, images: Tensor, pixels: PixelRange) -> list[list[float]]:
+    split = Split(images, torch.zeros(len(images), dtype=torch.int64), levels=pixels.levels)
+    return logits(trained.optimized, split, trained.data, lambda x: x).softmax(1).tolist()
+
+
+def _given_range(text: str) -> PixelRange:
+    limits = parse_range(text)
+    if limits is not None:
+        return PixelRange(None, *limits)
+    if text == "dtype":
+        return PixelRange(None, 0, 65535, by_type=True)
+    raise DataError(f"range: expected dtype or LOW,HIGH for files to predict; got {text!r}")

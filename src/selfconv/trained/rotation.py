@@ -81,8 +81,8 @@ def rotation_curve(
     """
     count = min(len(split), MOST_IMAGES)
     chosen = torch.arange(count, device=split.labels.device) * len(split) // count
-    part = Split(split.images[chosen], split.labels[chosen])
-    mask = round_mask(*part.images.shape[-2:]).to(part.images.device)
+    part = split.take(chosen)
+    mask = round_mask(*part.shape[-2:]).to(part.device)
 
     def seen(degrees: int) -> Callable[[Tensor], Tensor]:
         return lambda images: turn(images * mask, degrees) * mask

@@ -1,14 +1,17 @@
 """Inspects and plots what self-convolution layers compute.
 
 ``Inspection`` runs a model once, stores the inputs of its layers, and then returns the numbers with which a
-layer computed its output at any pixel. ``selfconv.visualize.figures`` plots them; only this module needs
+layer computed its output at any pixel. ``class_activation_maps`` and ``occlusion_maps`` say which places
+of an image speak for a class. ``selfconv.visualize.figures`` plots them; only this module needs
 matplotlib (extra ``plot``).
 """
 
 from typing import TYPE_CHECKING
 
 from selfconv._lazy import lazy
+from selfconv.visualize._choice import choose_pixel, selectivity
 from selfconv.visualize._equivariance import EquivarianceView, equivariance_view
+from selfconv.visualize._explanation import class_activation_maps, occlusion_maps
 from selfconv.visualize._inspection import (
     Inspection,
     LayerFilters,
@@ -21,9 +24,9 @@ from selfconv.visualize._inspection import (
 )
 
 if TYPE_CHECKING:
-    from selfconv.visualize._write import write_figures
+    from selfconv.visualize._write import write_explanations, write_figures
 else:
-    __getattr__, __dir__ = lazy(__name__, _write=["write_figures"])
+    __getattr__, __dir__ = lazy(__name__, _write=["write_explanations", "write_figures"])
 
 __all__ = [
     "EquivarianceView",
@@ -31,10 +34,15 @@ __all__ = [
     "LayerFilters",
     "LayerInfo",
     "PixelView",
+    "choose_pixel",
+    "class_activation_maps",
     "entropy_map",
     "equivariance_view",
     "layer_filters",
     "list_layers",
     "look",
+    "occlusion_maps",
+    "selectivity",
+    "write_explanations",
     "write_figures",
 ]

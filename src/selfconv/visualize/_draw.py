@@ -34,6 +34,11 @@ def headline(figure: Figure, *lines: str) -> None:
     figure.suptitle("\n".join(part for line in lines for part in textwrap.wrap(line, width)), fontsize=LARGE)
 
 
+def conclude(figure: Figure, text: str) -> None:
+    """What to conclude from a figure, below it."""
+    figure.supxlabel(textwrap.fill(text, int(11.5 * figure.get_figwidth())), fontsize=MEDIUM)
+
+
 def bare(axes: Axes, title: str = "") -> None:
     axes.set_xticks([])
     axes.set_yticks([])
@@ -50,12 +55,14 @@ def draw_image(axes: Axes, image: Tensor, title: str = "") -> None:
     bare(axes, title)
 
 
-def draw_values(axes: Axes, values: Tensor, colours: str, limit: float, title: str = "") -> Any:
-    """Numbers as colours: signed ones from −limit to limit, others from 0; NaN in grey."""
+def draw_values(
+    axes: Axes, values: Tensor, colours: str, limit: float, title: str = "", *, least: float = 0.0
+) -> Any:
+    """Numbers as colours: signed ones from −limit to limit, others from ``least``; NaN in grey."""
     import matplotlib
 
     shades = matplotlib.colormaps[colours].with_extremes(bad=OUTSIDE)
-    low = -limit if colours == SIGNED else 0
+    low = -limit if colours == SIGNED else least
     shown = axes.imshow(
         np.ma.masked_invalid(values.detach().cpu().double().numpy()), cmap=shades, vmin=low, vmax=limit
     )

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfconv.groups import Group
 from selfconv.nn import LocalAttention2d
+from selfconv.ops import Window, pad, steer
+from selfconv.visualize._explanation import activation_of
 from selfconv.visualize._trace import trace
 
 Pixel = tuple[int, int]  # row, column
@@ -109,7 +110,7 @@ class Inspection:
             if isinstance(layer, LocalAttention2d):
                 h, w = run.inputs[name].shape[-2:]
                 self.layers.append(LayerInfo(name, layer, (h, w)))
-        self._inputs = run.inputs
+        self._inputs, self._features, self._model = run.inputs, run.features, model
         self._operations: dict[str, _Operation] = {}
 
     def layer(self, name: str) -> LayerInfo:
@@ -153,15 +154,20 @@ class Inspection:
         """
         return relative_entropy(self.alpha(layer).flatten(2, 3), 2)
 
+    def class_activation_maps(self) -> Tensor:
+        """What each place adds to each logit, ``[num_classes, h, w]``; see ``class_activation_maps``."""
+        return activation_of(self._model, self._features)
+
     @torch.no_grad()
     def _operation(self, info: LayerInfo) -> _Operation:
         if info.name not in self._operations:
             layer = info.layer
             features = layer.query_key_value(self._inputs[info.name])
             output, alpha = layer.attend_with_weights(*features)
-            query, key, value, output, alpha = (  # with the axis of the group, as everywhere here
-                t[0].unsqueeze(1) if len(layer.group) == 1 else t[0] for t in (*features, output, alpha)
-            )
+            # with the axis of the group, as everywhere here
+            query, key, value = (t[0].unsqueeze(1) if len(layer.domain) == 1 else t[0] for t in features)
+            query = query.expand(-1, len(layer.group), -1, -1)  # of a planar layer, one for every P
+            output, alpha = (t[0].unsqueeze(1) if len(layer.group) == 1 else t[0] for t in (output, alpha))
             psi_k, beta_k, psi_v, beta_v = _steered_filters(layer)
             self._operations[info.name] = _Operation(
                 query=query,
@@ -178,16 +184,16 @@ class Inspection:
 
     @torch.no_grad()
     def _view(self, info: LayerInfo, pixel: Pixel, head: int) -> PixelView:
-        op, k, heads = self._operation(info), info.layer.kernel_size, info.layer.num_heads
+        op, window, heads = self._operation(info), info.layer.window, info.layer.num_heads
         i, j = pixel
         alpha = op.alpha[head, ..., i, j]  # [P, k, k]
-        keys, values = (_window(f, pixel, k) for f in (op.key, op.value))  # [C, R, k, k]
+        keys, values = (_neighbours(f, pixel, window) for f in (op.key, op.value))  # [C, R, k, k]
         of_key, of_value = (_channels_of(head, heads, len(f)) for f in (keys, values))
         a_k = _affine_map(keys, op.psi_k, op.beta_k)[of_key]  # [C, P, k, k]
         query = op.query[of_key, :, i, j]  # [C, P]
         psi, beta = _planes_first(op.psi_v[of_value]), op.beta_v[of_value].transpose(0, 1)
         weights = alpha[:, None, :, :]  # [P, 1, k, k]
-        window = self._image_window(info.size, pixel, k)
+        frame = self._image_window(info.size, pixel, window)
         return PixelView(
             layer=info.name,
             head=head,
@@ -199,22 +205,22 @@ class Inspection:
             beta=beta,
             scores=(query[..., None, None] * a_k).sum(0) * info.layer.scale,
             alpha=alpha,
-            effective=weights.reshape(len(alpha), *(1,) * (psi.dim() - 3), k, k) * psi,
+            effective=weights.reshape(len(alpha), *(1,) * (psi.dim() - 3), *window.size) * psi,
             positional=weights * beta,
             output=op.output[of_value, :, i, j].transpose(0, 1),
-            window=window,
-            crop=_crop(self.image, window),
+            window=frame,
+            crop=_crop(self.image, frame),
         )
 
-    def _image_window(self, size: tuple[int, int], pixel: Pixel, k: int) -> tuple[int, int, int, int]:
+    def _image_window(self, size: tuple[int, int], pixel: Pixel, window: Window) -> tuple[int, int, int, int]:
         """Where the window around a pixel of a map lies in the image, of which the map is a smaller copy."""
         (down, across) = (side / n for side, n in zip(self.image.shape[-2:], size, strict=True))
-        top, left = pixel[0] - k // 2, pixel[1] - k // 2
+        (i, j), (rows, columns) = pixel, window.reach
         return (
-            math.floor(top * down),
-            math.floor(left * across),
-            math.ceil((top + k) * down),
-            math.ceil((left + k) * across),
+            math.floor((i - rows) * down),
+            math.floor((j - columns) * across),
+            math.ceil((i + rows + 1) * down),
+            math.ceil((j + columns + 1) * across),
         )
 
 
@@ -240,15 +246,15 @@ def entropy_map(model: nn.Module, image: Tensor, layer: str) -> Tensor:
 def layer_filters(layer: LocalAttention2d) -> LayerFilters:
     """ψ^K, β^K, ψ^V, β^V of a layer, with the group axis; missing ones are the identity and 0."""
     psi_k, beta_k, psi_v, beta_v = layer.affine_parameters()
-    like, k = layer.w_in, layer.kernel_size
+    like, size, planes = layer.w_in, layer.window.size, len(layer.domain)
 
     def filled(psi: Tensor | None, beta: Tensor | None, channels: int) -> tuple[Tensor, Tensor]:
         if psi is None:  # 1 at R = 1: every plane passes itself on
-            psi = like.new_zeros(channels, len(layer.group), k, k)
+            psi = like.new_zeros(channels, planes, *size)
             psi[:, 0] = 1
-        elif len(layer.group) == 1:
+        elif planes == 1:
             psi = psi.unsqueeze(-3)
-        return psi.detach(), like.new_zeros(channels, k, k) if beta is None else beta.detach()
+        return psi.detach(), like.new_zeros(channels, *size) if beta is None else beta.detach()
 
     return LayerFilters(
         *filled(psi_k, beta_k, layer.key_channels), *filled(psi_v, beta_v, layer.out_channels)
@@ -261,10 +267,12 @@ def _steered_filters(layer: LocalAttention2d) -> LayerFilters:
     A ψ that passes each plane on is the same for all of them, and no sum of basis functions.
     """
     group, filters = layer.group, layer_filters(layer)
+    lifts = len(layer.domain) < len(group)
+    passed = torch.ones(len(group), 1) if lifts else torch.eye(len(group))
     psi_k, psi_v = (
-        torch.eye(len(group)).to(psi)[None, :, :, None, None].expand(len(psi), -1, -1, *psi.shape[-2:])
+        passed.to(psi)[None, :, :, None, None].expand(len(psi), -1, -1, *psi.shape[-2:])
         if own is None
-        else group.steer(psi)
+        else steer(psi, group, lifts)
         for own, psi in zip(layer.affine_parameters()[::2], (filters.psi_k, filters.psi_v), strict=True)
     )
     beta_k, beta_v = (group.steer(beta, planar=True) for beta in (filters.beta_k, filters.beta_v))
@@ -289,10 +297,10 @@ def _check_pixel(pixel: Pixel, size: tuple[int, int], of: str) -> Pixel:
     return pixel
 
 
-def _window(f: Tensor, pixel: Pixel, k: int) -> Tensor:
-    """The k×k neighbourhood of a pixel, zero outside the map: [..., h, w] -> [..., k, k]."""
-    i, j = pixel
-    return F.pad(f, (k // 2,) * 4)[..., i : i + k, j : j + k]
+def _neighbours(f: Tensor, pixel: Pixel, window: Window) -> Tensor:
+    """What the window of a pixel holds: [..., h, w] -> [..., k, k]."""
+    (i, j), (rows, columns), (d_i, d_j) = pixel, window.reach, window.dilation
+    return pad(f, window)[..., i : i + 2 * rows + 1 : d_i, j : j + 2 * columns + 1 : d_j]
 
 
 def _channels_of(head: int, heads: int, channels: int) -> slice:

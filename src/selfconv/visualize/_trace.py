@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from selfconv.nn import GroupConv2d, LiftingConv2d, LocalAttention2d
+from selfconv.nn import GlobalPool, GroupConv2d, LiftingConv2d, LocalAttention2d
 from selfconv.testing import run_observed
 
 
@@ -22,6 +22,7 @@ class Trace:
     output: Tensor  # of the model
     inputs: dict[str, Tensor]  # of every spatial layer: [1, C, h, w] or [1, C, |H|, h, w]
     maps: dict[str, Tensor]  # what came out of it
+    features: Tensor | None  # what the global pooling of the head received
 
 
 def is_spatial(module: nn.Module) -> bool:
@@ -44,9 +45,13 @@ def trace(model: nn.Module, image: Tensor) -> Trace:
     image = image.to(like.device, like.dtype)
     inputs: dict[str, Tensor] = {}
     maps: dict[str, Tensor] = {}
+    features: Tensor | None = None
 
     def observe(key: tuple[str, int], module: nn.Module, stage: str, leaves: list[Any], _: object) -> None:
+        nonlocal features
         name, calls_before = key
+        if isinstance(module, GlobalPool) and stage == "input":
+            features = leaves[0].clone()
         if is_spatial(module) and not calls_before:  # copies: a later layer may work in place
             (inputs if stage == "input" else maps)[name] = leaves[0].clone()
 
@@ -54,7 +59,7 @@ def trace(model: nn.Module, image: Tensor) -> Trace:
         output = run_observed(model, image, observe)[0]
     if not output.isfinite().all():
         raise ValueError("expected outputs that are numbers; the model's are infinite or nan for this image")
-    return Trace(image, output, inputs, maps)
+    return Trace(image, output, inputs, maps, features)
 
 
 def as_batch(image: Tensor) -> Tensor:

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from selfconv.data import visible_channels
 from selfconv.trained import TrainedModel
 from selfconv.visualize import figures
+from selfconv.visualize._choice import choose_pixels, choose_view
 from selfconv.visualize._equivariance import EquivarianceView, equivariance_view
-from selfconv.visualize._inspection import (
-    Inspection,
-    LayerInfo,
-    Pixel,
-    PixelView,
-    layer_filters,
-    relative_entropy,
-)
+from selfconv.visualize._explanation import class_activation_maps, occlusion_maps
+from selfconv.visualize._explanation_figure import shorten
+from selfconv.visualize._inspection import Inspection, Pixel, layer_filters
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,29 +37,72 @@ def write_figures(
     Args:
         image: a file; by default the first test image of the data set.
         layer: by default the first self-convolution layer.
-        pixel: row and column of the layer's map; by default where the image has its steepest edge.
+        pixel: row and column of the layer's map; by default where attention chooses (``selectivity``).
         head: by default one whose attention at the pixel is neither uniform nor on one neighbour only.
     """
-    pixels = trained.open_data().test.images[0] if image is None else trained.read_image(image)
-    made = list(model_figures(trained, pixels, layer, pixel, head))  # all of them before any is written
+    truth = None
+    if image is None:
+        test = trained.open_data().test
+        pixels, truth = test.read(torch.tensor([0]))[0], trained.data.class_names[int(test.labels[0])]
+    else:
+        pixels = trained.read_image(image)
+    made = list(model_figures(trained, pixels, layer, pixel, head, truth))  # before any is written
     out.mkdir(parents=True, exist_ok=True)
     return [path for name, figure in made for path in save(figure, out / name)]
 
 
+def write_explanations(
+    trained: TrainedModel, files: Sequence[str | os.PathLike[str]], out: Path
+) -> list[Path]:
+    """Writes for each image file a figure of why the model decides as it does; returns the pictures.
+
+    ``cat.jpg`` becomes ``cat.explained.png``; of files with the same name the later ones get a number.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    written: list[Path] = []
+    for file in files:
+        figure = explain(trained, trained.read_image(file), None)
+        stem, number = Path(file).stem, 1
+        while (path := out / f"{stem}{'' if number == 1 else f'-{number}'}.explained.png") in written:
+            number += 1
+        save_png(figure, path)
+        written.append(path)
+    return written
+
+
+def explain(trained: TrainedModel, pixels: Tensor, truth: str | None) -> Figure:
+    """Why a model decides as it does about an image of integers ``[C, h, w]``."""
+    image = trained.normalise(pixels[None])
+    maps = class_activation_maps(trained.model, image), occlusion_maps(trained.model, image)
+    return figures.explanation_figure(_visible(trained, pixels), *maps, trained.data.class_names, truth)
+
+
+def _visible(trained: TrainedModel, pixels: Tensor) -> Tensor:
+    return pixels[: visible_channels(len(pixels))].float() / trained.data.pixels.levels
+
+
 def model_figures(
-    trained: TrainedModel, pixels: Tensor, layer: str | None, pixel: Pixel | None, head: int | None
+    trained: TrainedModel,
+    pixels: Tensor,
+    layer: str | None,
+    pixel: Pixel | None,
+    head: int | None,
+    truth: str | None = None,
 ) -> Iterator[tuple[str, Figure]]:
-    """The pictures by name, for an image uint8 ``[C, h, w]``; without self convolution there is but one."""
-    shown = pixels.float() / 255
+    """The pictures by name, for an image of integers ``[C, h, w]``; two if there is no self convolution."""
+    shown = _visible(trained, pixels)
     inspection = Inspection(trained.model, trained.normalise(pixels[None]))
     if inspection.layers:
         info = inspection.layer(inspection.layers[0].name if layer is None else layer)
-        view = choose_view(inspection, info, pixel, head)
+        view = choose_view(inspection, info.name, pixel, head)
         yield "pixel", figures.pixel_figure(shown, view)
         if len(view.group) == 1 and not view.dense:
             yield "schematic", figures.schematic_figure(shown, view)
         planes = view.group.element_names
         yield "entropy", figures.entropy_figure(shown, inspection.entropy(info.name), info.name, planes)
+        places, own = choose_pixels(inspection, info.name, 5)
+        views = [inspection.look(info.name, place, own if head is None else head) for place in places]
+        yield "template", figures.template_figure(shown, views)
         yield "filters", figures.filters_figure(layer_filters(info.layer), info.layer.num_heads, info.name)
         layer = info.name
     elif pixel is not None or head is not None:
@@ -72,36 +112,13 @@ def model_figures(
     images = [turned.group.act_planar(shown, s) for s in turned.group]
     labels = {trained.name: predictions(trained, turned)}
     yield "equivariance", figures.equivariance_figure(images, {trained.name: turned}, labels)
-
-
-def choose_view(inspection: Inspection, info: LayerInfo, pixel: Pixel | None, head: int | None) -> PixelView:
-    """The view of a pixel and head; of those that are not given, the most telling."""
-    if pixel is None:
-        pixel = inspection.to_map(info.name, steepest(inspection.image))
-    if head is None:
-        views = inspection.look_all(info.name, pixel)
-        return min(views, key=lambda v: abs(float(relative_entropy(v.alpha.flatten(1), 1).mean()) - 0.5))
-    return inspection.look(info.name, pixel, head)
-
-
-def steepest(image: Tensor) -> Pixel:
-    """Where an image ``[C, h, w]`` changes most, away from its border if it is large enough."""
-    h, w = image.shape[-2:]
-    margin = min(3, (h - 1) // 2, (w - 1) // 2)
-    if margin == 0:
-        return h // 2, w // 2
-    rows, columns = slice(margin, h - margin), slice(margin, w - margin)
-    up, down = image[:, margin - 1 : h - margin - 1, columns], image[:, margin + 1 : h - margin + 1, columns]
-    left, right = image[:, rows, margin - 1 : w - margin - 1], image[:, rows, margin + 1 : w - margin + 1]
-    place = int(((down - up).square() + (right - left).square()).sum(0).argmax())
-    width = w - 2 * margin
-    return place // width + margin, place % width + margin
+    yield "explanation", explain(trained, pixels, truth)
 
 
 def predictions(trained: TrainedModel, view: EquivarianceView) -> list[str]:
     """What a model takes each turned image for, and how sure it is."""
     probabilities = torch.stack(view.outputs).softmax(1)
-    names = [name if len(name) <= 14 else f"{name[:13]}…" for name in trained.data.class_names]
+    names = [shorten(name) for name in trained.data.class_names]
     return [f"“{names[int(p.argmax())]}” {float(p.max()):.1%}" for p in probabilities]
 
 

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from selfconv.visualize._draw import (
@@ -20,6 +21,7 @@ from selfconv.visualize._draw import (
     SMALL,
     below_bar,
     colour_bar,
+    conclude,
     draw_image,
     draw_values,
     headline,
@@ -30,13 +32,23 @@ from selfconv.visualize._draw import (
     new_figure,
 )
 from selfconv.visualize._equivariance import EquivarianceView
+from selfconv.visualize._explanation_figure import explanation_figure
 from selfconv.visualize._inspection import LayerFilters, PixelView
+from selfconv.visualize._template_figure import template_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["entropy_figure", "equivariance_figure", "filters_figure", "pixel_figure", "schematic_figure"]
+__all__ = [
+    "entropy_figure",
+    "equivariance_figure",
+    "explanation_figure",
+    "filters_figure",
+    "pixel_figure",
+    "schematic_figure",
+    "template_figure",
+]
 
 
 # ---- one pixel ----
@@ -217,17 +229,25 @@ def entropy_figure(image: Tensor, entropy: Tensor, layer: str, planes: Sequence[
         planes: their names.
     """
     heads, order = entropy.shape[:2]
-    figure = new_figure(1.35 * (heads + 1) + 1.4, 1.45 * order + 1.1)
+    low, high = float(entropy.min()), float(entropy.max())
+    if high - low < 1e-3:  # a scale needs a range
+        low, high = max(0.0, low - 0.05), min(1.0, high + 0.05)
+    figure = new_figure(1.35 * (heads + 1) + 1.4, 1.45 * order + 1.6)
     grid = figure.subplots(order, heads + 1, squeeze=False)
     for p in range(order):
         draw_image(grid[p, 0], image, "image" if p == 0 else "")
         if order > 1:
             grid[p, 0].set_ylabel(f"P = {planes[p]}", fontsize=MEDIUM)
         for head in range(heads):
-            place = grid[p, head + 1]
-            shown = draw_values(place, entropy[head, p], POSITIVE, 1.0, f"head {head}" if p == 0 else "")
+            place, title = grid[p, head + 1], f"head {head}" if p == 0 else ""
+            shown = draw_values(place, entropy[head, p], POSITIVE, high, title, least=low)
     colour_bar(figure, shown, list(grid.flat), "entropy / log k²")
     headline(figure, "How widely attention looks around, −Σ α log α: 0 at one neighbour, 1 everywhere", layer)
+    conclude(
+        figure,
+        f"Dark: a head has chosen few neighbours. Bright: it looks everywhere alike. Here from {low:.2f} to "
+        f"{high:.2f}: what a pixel's filter is depends on where it is in the image.",
+    )
     return figure
 
 
@@ -250,30 +270,46 @@ def equivariance_figure(
         raise ValueError(f"expected views of one group; got {', '.join(sorted(groups)) or 'no views'}")
     view = next(iter(views.values()))
     names, order = view.group.element_names, len(view.group)
-    figure = new_figure(1.75 * order + 2.6, 2.0 + 3.75 * len(views))
-    grid = figure.subplots(1 + 2 * len(views), order + 1, width_ratios=[1] * order + [0.06])
-    for place, image, name in zip(grid[0, :-1], images, names, strict=True):
+    figure = new_figure(1.6 * (order + 1) + 2.2, 1.9 * (1 + len(views)) + 1.4)
+    grid = figure.subplots(1 + len(views), order + 3, width_ratios=[1] * order + [0.06, 1, 0.06])
+    for place, image, name in zip(grid[0, :order], images, names, strict=True):
         draw_image(place, image, name)
     grid[0, 0].set_ylabel("image", fontsize=MEDIUM)
-    grid[0, -1].axis("off")
-    for index, (model, view) in enumerate(views.items()):
-        maps, differences = grid[1 + 2 * index], grid[2 + 2 * index]
+    for place in grid[0, order:]:
+        place.axis("off")
+    for row, (model, view) in zip(grid[1:], views.items(), strict=True):
         features = [_as_picture(m) for m in view.maps]
-        apart = [(f - _as_picture(m)).abs() for f, m in zip(features, view.steered, strict=True)]
         limit = limit_of(*features)
         for s in range(order):
-            shown_map = draw_values(maps[s], features[s], SIGNED, limit)
-            shown_apart = draw_values(differences[s], apart[s], POSITIVE, limit)
+            shown = draw_values(row[s], features[s], SIGNED, limit)
             if labels is not None:
-                maps[s].set_title(labels[model][s], fontsize=MEDIUM)
-            differences[s].set_xlabel(f"error {view.errors[s]:.0e}", fontsize=MEDIUM)
-        maps[0].set_ylabel("\n".join([*textwrap.wrap(model, 18), "map"]), fontsize=MEDIUM)
-        differences[0].set_ylabel("| map −\nturned map |", fontsize=MEDIUM)
-        colour_bar(figure, shown_map, maps[-1], inside=True)
-        colour_bar(figure, shown_apart, differences[-1], inside=True)
+                row[s].set_title(labels[model][s], fontsize=MEDIUM)
+        row[0].set_ylabel("\n".join([*textwrap.wrap(model, 18), "map"]), fontsize=MEDIUM)
+        colour_bar(figure, shown, row[order], inside=True)
+        shown = draw_values(row[-2], _log_error(view), POSITIVE, 0.0, least=-8.0)
+        row[-2].set_xlabel(f"largest error {max(view.errors):.0e}", fontsize=MEDIUM)
+        bar = figure.colorbar(shown, cax=row[-1], ticks=[-8, -4, 0])
+        bar.ax.set_yticklabels(["1e-8", "1e-4", "1"], fontsize=SMALL)
+    grid[1, -2].set_title("error, log scale", fontsize=MEDIUM)
     layers = ", ".join(dict.fromkeys(view.layer for view in views.values()))
     headline(figure, "Does the map turn with the image? f(L_S[x]) against L_S[f(x)]", layers)
+    verdicts = [f"{model}: {_verdict(max(view.errors))}" for model, view in views.items()]
+    conclude(figure, f"Is the map of the turned image the turned map? {'; '.join(verdicts)}.")
     return figure
+
+
+def _verdict(error: float) -> str:
+    return "yes, up to rounding" if error < 1e-4 else "approximately" if error < 0.1 else "no"
+
+
+def _log_error(view: EquivarianceView) -> Tensor:
+    """log₁₀ of the largest difference at each place over all elements and channels, relative to the map."""
+    group, size = view.group, view.steered[0].abs().max().clamp(min=1e-30)
+    apart = [
+        group.act_planar((m - t).abs().flatten(0, -3).amax(0, keepdim=True), group.inverse[s])[0]  # upright
+        for s, (m, t) in enumerate(zip(view.maps, view.steered, strict=True))
+    ]
+    return (torch.stack(apart).amax(0) / size).clamp(min=1e-8).log10()
 
 
 def _as_picture(features: Tensor) -> Tensor:

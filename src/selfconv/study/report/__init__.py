@@ -62,16 +62,16 @@ def write_report(folders: Sequence[Path], out: Path) -> list[Path]:
 
 
 def _part(study: Study, names: set[str]) -> Part:
-    ablation = len(study.groups) > 1 and not any(group.line_up for group in study.groups)
+    ablation = len(study.tables) > 1 and not any(table.line_up for table in study.tables)
     overview = ablation_picture(_name(names, "accuracy", study.title), study) if ablation else None
     pictures = {}
-    for group in study.groups:
-        found = [] if ablation else [accuracy_picture(_name(names, "accuracy", group.title), group)]
+    for table in study.tables:
+        found = [] if ablation else [accuracy_picture(_name(names, "accuracy", table.title), table)]
         drawn = [
-            rotation_picture(_name(names, "rotation", group.title), group),
-            curves_picture(_name(names, "curves", group.title), group),
+            rotation_picture(_name(names, "rotation", table.title), table),
+            curves_picture(_name(names, "curves", table.title), table),
         ]
-        pictures[group.title] = [*found, *(picture for picture in drawn if picture is not None)]
+        pictures[table.title] = [*found, *(picture for picture in drawn if picture is not None)]
     return Part(study, overview, pictures)
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from selfconv.groups import GROUPS
 from selfconv.models import ModelFacts
 from selfconv.study.claims import Outcome, shown
-from selfconv.study.report.summary import Group, ResultRow, Study
+from selfconv.study.report.summary import ResultRow, ResultTable, Study
 from selfconv.study.samples import Sample
 
 if TYPE_CHECKING:
@@ -72,13 +72,13 @@ class Picture:
     late: bool = False  # after the claims
 
 
-def accuracy_picture(name: str, group: Group) -> Picture:
+def accuracy_picture(name: str, table: ResultTable) -> Picture:
     """Accuracy against parameters, the paper's beside ours where there is a table of it."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    panels = [("These runs", [(row, row.outcome) for row in group.rows if row.outcome is not None])]
-    printed = [(row, row.paper) for row in group.rows if row.paper is not None]
-    if group.table is not None and printed:
+    panels = [("These runs", [(row, row.outcome) for row in table.rows if row.outcome is not None])]
+    printed = [(row, row.paper) for row in table.rows if row.paper is not None]
+    if table.paper_table is not None and printed:
         panels.insert(0, ("The paper", printed))
 
     def draw(figure: Figure, wide: bool) -> None:
@@ -102,7 +102,7 @@ def accuracy_picture(name: str, group: Group) -> Picture:
     values = "; ".join(f"{row.label} {shown(o.accuracy)}, {o.parameters:,}" for row, o in panels[-1][1])
     return _picture(
         name,
-        f"Test accuracy in percent against parameters, {group.title}. {values}.",
+        f"Test accuracy in percent against parameters, {table.title}. {values}.",
         "Test accuracy against parameters: means, with one standard deviation as error bar. "
         "Colours tell the spatial layer, shapes the group and squeeze and excite.",
         draw,
@@ -111,17 +111,17 @@ def accuracy_picture(name: str, group: Group) -> Picture:
 
 
 def ablation_picture(name: str, study: Study) -> Picture:
-    """All groups of a study under one another, each row a mean with its deviation."""
+    """All tables of a study under one another, each row a mean with its deviation."""
 
     def draw(figure: Figure, wide: bool) -> None:
         axes = figure.add_subplot()
         y, ticks = 0.0, []
-        for group in study.groups:
+        for table in study.tables:
             axes.text(
-                0.01, y, _safe(group.title), transform=axes.get_yaxis_transform(), weight="bold", va="center",
+                0.01, y, _safe(table.title), transform=axes.get_yaxis_transform(), weight="bold", va="center",
                 in_layout=False,
             )  # fmt: skip
-            for row in group.rows:
+            for row in table.rows:
                 if row.accuracy is not None:
                     y += 1
                     ticks.append((y, row.label))
@@ -132,7 +132,7 @@ def ablation_picture(name: str, study: Study) -> Picture:
         axes.grid(visible=False, axis="y")
         axes.set_xlabel("test accuracy, %")
 
-    lines = sum(len(group.rows) + 1.3 for group in study.groups)
+    lines = sum(len(table.rows) + 1.3 for table in study.tables)
     return _picture(
         name,
         f"Test accuracy in percent of every variant in {study.title}; the table has the numbers.",
@@ -142,9 +142,9 @@ def ablation_picture(name: str, study: Study) -> Picture:
     )
 
 
-def curves_picture(name: str, group: Group) -> Picture | None:
+def curves_picture(name: str, table: ResultTable) -> Picture | None:
     """Training and validation accuracy of each row over the epochs; None if no run has any."""
-    rows = [row for row in group.rows if any(trial.epochs for trial in row.trials)]
+    rows = [row for row in table.rows if any(trial.epochs for trial in row.trials)]
     if not rows:
         return None
     values = [
@@ -181,7 +181,7 @@ def curves_picture(name: str, group: Group) -> Picture | None:
 
     return _picture(
         name,
-        f"Learning curves, {group.title}: training and validation accuracy over the epochs of "
+        f"Learning curves, {table.title}: training and validation accuracy over the epochs of "
         + ", ".join(row.label for row in rows)
         + ".",
         "Accuracy after each epoch: the mean over runs, and in the band the lowest to the highest of them. "
@@ -196,9 +196,9 @@ def curves_picture(name: str, group: Group) -> Picture | None:
     )
 
 
-def rotation_picture(name: str, group: Group) -> Picture | None:
+def rotation_picture(name: str, table: ResultTable) -> Picture | None:
     """Accuracy against the angle of the test images, a line for each row; None if it was not measured."""
-    rows = [row for row in group.rows if row.at_angles]
+    rows = [row for row in table.rows if row.at_angles]
     if not rows:
         return None
 
@@ -227,7 +227,7 @@ def rotation_picture(name: str, group: Group) -> Picture | None:
     values = "; ".join(f"{row.label} {row.every_angle.mean:.1f}" for row in rows if row.every_angle)
     return _picture(
         name,
-        f"Accuracy in percent at every angle, {group.title}. Means over all angles: {values}.",
+        f"Accuracy in percent at every angle, {table.title}. Means over all angles: {values}.",
         f"Accuracy on {images:,} test images turned by every multiple of 15°, seen through a round mask: "
         "the mean over runs. An equivariant network's line repeats every quarter turn.",
         draw,

@@ -11,7 +11,7 @@ from pathlib import Path
 from selfconv.study.claims import RULES, Verdict
 from selfconv.study.report import tables as _tables
 from selfconv.study.report.figures import Picture
-from selfconv.study.report.summary import Group, Study
+from selfconv.study.report.summary import ResultTable, Study
 
 WARNING = "Reduced: not the experiment at its full size. Judge the accuracies accordingly."
 MARKS = {Verdict.HOLDS: "✓", Verdict.FAILS: "✗", Verdict.FEW: "?"}
@@ -24,14 +24,14 @@ class Part:
 
     study: Study
     overview: Picture | None
-    pictures: dict[str, list[Picture]]  # by the title of the group
+    pictures: dict[str, list[Picture]]  # by the title of the table
 
 
 def pictures_of(parts: Sequence[Part]) -> list[Picture]:
     found = []
     for part in parts:
         found += [part.overview] if part.overview is not None else []
-        found += [picture for group in part.study.groups for picture in part.pictures[group.title]]
+        found += [picture for table in part.study.tables for picture in part.pictures[table.title]]
     return found
 
 
@@ -42,10 +42,10 @@ def title_of(parts: Sequence[Part]) -> str:
 def lead_of(parts: Sequence[Part], problems: Sequence[tuple[str, str]]) -> str:
     trials = [trial for part in parts for trial in part.study.trials]
     models = {
-        (group.title, row.label)
+        (table.title, row.label)
         for p in parts
-        for group in p.study.groups
-        for row in group.rows
+        for table in p.study.tables
+        for row in table.rows
         if row.trials
     }
     left = f" {_counted(len(problems), 'folder')} left out: see the end." if problems else ""
@@ -57,16 +57,16 @@ def _counted(n: int, word: str) -> str:
     return f"{n} {word}{'s' * (n != 1)}"
 
 
-def claims_heading(group: Group, study: Study) -> str:
+def claims_heading(table: ResultTable, study: Study) -> str:
     return (
         "The paper's claims"
-        if group.table is not None
+        if table.paper_table is not None
         else f"The paper's claims for CIFAR-10, put to {study.data}"
     )
 
 
-def tally(group: Group) -> str:
-    verdicts = [judged.ours.verdict for judged in group.judged]
+def tally(table: ResultTable) -> str:
+    verdicts = [judged.ours.verdict for judged in table.judged]
     counts = ", ".join(f"{n} × {verdict}" for verdict in Verdict if (n := verdicts.count(verdict)))
     return f"{_counted(len(verdicts), 'claim')}: {counts}."
 
@@ -123,19 +123,19 @@ def markdown(parts: Sequence[Part], problems: Sequence[tuple[str, str]], figures
             lines += [f"## {_escaped(study.title)}", ""]
         if part.overview is not None:
             lines += _figure(part.overview, figures)
-        for group in study.groups:
-            if len(study.groups) > 1 or len(parts) == 1:
-                title = group.title if len(study.groups) > 1 else "Results"
+        for table in study.tables:
+            if len(study.tables) > 1 or len(parts) == 1:
+                title = table.title if len(study.tables) > 1 else "Results"
                 lines += [f"{'###' if len(parts) > 1 else '##'} {_escaped(title)}", ""]
-            lines += _markdown_table(group)
-            lines += [f"- {_escaped(note)}" for note in _tables.notes(group)]
-            lines += [f"- {name}: {_escaped(value)}" for name, value in _tables.origin(group)]
+            lines += _markdown_table(table)
+            lines += [f"- {_escaped(note)}" for note in _tables.notes(table)]
+            lines += [f"- {name}: {_escaped(value)}" for name, value in _tables.origin(table)]
             lines.append("")
             early, late = (
-                [p for p in part.pictures[group.title] if p.late is when] for when in (False, True)
+                [p for p in part.pictures[table.title] if p.late is when] for when in (False, True)
             )
             lines += [line for picture in early for line in _figure(picture, figures)]
-            lines += _markdown_claims(group, study)
+            lines += _markdown_claims(table, study)
             lines += [line for picture in late for line in _figure(picture, figures)]
     if problems:
         lines += ["## Folders that were left out", ""]
@@ -144,32 +144,32 @@ def markdown(parts: Sequence[Part], problems: Sequence[tuple[str, str]], figures
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _markdown_table(group: Group) -> list[str]:
-    columns = _tables.columns(group)
+def _markdown_table(table: ResultTable) -> list[str]:
+    columns = _tables.columns(table)
     headings = [
         f"Paper: {column.heading}" if column.of == _tables.PAPERS else column.heading for column in columns
     ]
     lines = [headings, ["---", *(["---:"] * (len(columns) - 1))]]
-    lines += [[_escaped(column.cell(row)) for column in columns] for row in group.rows]
+    lines += [[_escaped(column.cell(row)) for column in columns] for row in table.rows]
     return [*(f"| {' | '.join(line)} |" for line in lines), ""]
 
 
-def _markdown_claims(group: Group, study: Study) -> list[str]:
-    if not group.judged:
+def _markdown_claims(table: ResultTable, study: Study) -> list[str]:
+    if not table.judged:
         return []
     lines = [
-        f"### {_escaped(claims_heading(group, study))}",
+        f"### {_escaped(claims_heading(table, study))}",
         "",
         "| Claim | Here | By the paper's numbers |",
         "|---|---|---|",
     ]
-    for judged in group.judged:
+    for judged in table.judged:
         evidence = "<br>".join(_escaped(line) for line in judged.ours.evidence)
         verdict = f"{MARKS[judged.ours.verdict]} {judged.ours.verdict}"
         lines.append(
             f"| {judged.claim.sentence}<br><sub>{evidence}</sub> | **{verdict}** | {judged.papers.verdict} |"
         )
-    return [*lines, "", tally(group), "", *(f"- {rule}" for rule in RULES), ""]
+    return [*lines, "", tally(table), "", *(f"- {rule}" for rule in RULES), ""]
 
 
 def _figure(picture: Picture, figures: str) -> list[str]:

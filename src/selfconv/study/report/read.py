@@ -22,13 +22,13 @@ NO_MATTER = ("source", "device", "checkpoint_minutes")  # options that say where
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a trial stands in a report: its study, the group within it, and the line there."""
+class Entry:
+    """Where a trial stands in a report: its study, the table within it, and the row there."""
 
     study: str  # the plan's name, or the data set
     title: str
     data: str
-    group: str
+    table: str
     label: str
     order: tuple[int, ...] = ()  # in the plan; without one it follows from the model
     planned: bool = True
@@ -46,7 +46,7 @@ class FinishedTrial:
     """A run that has finished. Accuracies are percentages."""
 
     name: str  # of its folder, from the folder that was given on
-    place: Place
+    entry: Entry
     config: RunConfig
     options: tuple[
         tuple[str, str], ...
@@ -108,14 +108,14 @@ def read(folders: Sequence[Path]) -> Found:
 
 
 def _collect(root: Path, found: Found) -> None:
-    places: dict[Path, Place] = {}
+    entries: dict[Path, Entry] = {}
     for folder in _walk(root):
         name = "/".join((root.name, *folder.relative_to(root).parts))
         try:
             if (folder / PLAN).exists():
                 plan = read_as(PlanFile, folder / PLAN)
-                planned = _places(plan, folder)
-                places |= planned
+                planned = _entries(plan, folder)
+                entries |= planned
                 lines = found.reduced.setdefault(_study(plan), [])
                 lines += [line for line in plan.reduced if line not in lines]
                 for path in (path for path in planned if not _is_run(path)):
@@ -123,7 +123,7 @@ def _collect(root: Path, found: Found) -> None:
                     reason = _failure(path) or "planned, but not begun"
                     found.problems.append((shown, _without_places(reason, path)))
             if _is_run(folder):
-                found.trials.append(_trial(folder, name, places.get(folder)))
+                found.trials.append(_trial(folder, name, entries.get(folder)))
         except (ValueError, OSError) as error:
             system = error.strerror if isinstance(error, OSError) else None
             found.problems.append((name, _without_places(system or str(error), folder)))
@@ -145,20 +145,20 @@ def _tell_data_apart(found: Found) -> None:
     """Runs that no plan knows, on different data of the same name, are not averaged."""
     digests: dict[str, set[str]] = {}
     for trial in found.trials:
-        if not trial.place.planned:
-            digests.setdefault(trial.place.group, set()).add(trial.digest)
+        if not trial.entry.planned:
+            digests.setdefault(trial.entry.table, set()).add(trial.digest)
     for i, trial in enumerate(found.trials):
-        if not trial.place.planned and len(digests[trial.place.group]) > 1:
-            group = f"{trial.place.group}, data {trial.digest[:8] or 'unknown'}"
-            found.trials[i] = replace(trial, place=replace(trial.place, group=group))
+        if not trial.entry.planned and len(digests[trial.entry.table]) > 1:
+            table = f"{trial.entry.table}, data {trial.digest[:8] or 'unknown'}"
+            found.trials[i] = replace(trial, entry=replace(trial.entry, table=table))
 
 
 def _keep_distinct(found: Found) -> None:
     """One trial of each seed: the same run again is no new evidence."""
     kept: dict[tuple[Any, ...], FinishedTrial] = {}
     for trial in found.trials:
-        place, config = trial.place, trial.config
-        key = (place.study, place.group, place.label, config.model.name, trial.options, config.seed)
+        entry, config = trial.entry, trial.config
+        key = (entry.study, entry.table, entry.label, config.model.name, trial.options, config.seed)
         first = kept.setdefault(key, trial)
         if first is not trial:
             found.problems.append((trial.name, f"the same options and seed as {first.name}; counted once"))
@@ -168,13 +168,13 @@ def _keep_distinct(found: Found) -> None:
 # ---- one file ----
 
 
-def _places(plan: PlanFile, folder: Path) -> dict[Path, Place]:
+def _entries(plan: PlanFile, folder: Path) -> dict[Path, Entry]:
     return {
-        (folder / trial.folder).resolve(): Place(
+        (folder / trial.folder).resolve(): Entry(
             study=_study(plan),
             title=plan.title,
             data=plan.data,
-            group=trial.group,
+            table=trial.table,
             label=trial.label,
             order=(order,),
         )
@@ -186,7 +186,7 @@ def _study(plan: PlanFile) -> str:
     return f"plan {plan.plan}"
 
 
-def _trial(folder: Path, name: str, place: Place | None) -> FinishedTrial:
+def _trial(folder: Path, name: str, entry: Entry | None) -> FinishedTrial:
     if not (folder / "record.json").exists():
         raise ValueError(_unfinished(folder))
     record = read_as(Record, folder / "record.json")
@@ -197,7 +197,7 @@ def _trial(folder: Path, name: str, place: Place | None) -> FinishedTrial:
     own = _options(config, data.name)
     return FinishedTrial(
         name=name,
-        place=_bare(config, own, data.name) if place is None else place,
+        entry=_bare(config, own, data.name) if entry is None else entry,
         config=config,
         options=own,
         parameters=record.parameters,
@@ -232,19 +232,19 @@ def _failure(folder: Path) -> str | None:
     return f"failed: {read_as(Failure, path).error}" if path.exists() else None
 
 
-def _bare(config: RunConfig, options: tuple[tuple[str, str], ...], data: str) -> Place:
+def _bare(config: RunConfig, options: tuple[tuple[str, str], ...], data: str) -> Entry:
     """Of a run that no plan knows: with those trained alike on the same data, depth 83 apart."""
     table = paper.table_of(data, config.model.name)
     title = paper.TABLES[table].title if table is not None else data
     recipe = ", ".join(f"{key} {value}" for key, value in options if key not in vars(config.model))
-    group = f"{title}, {recipe}" if recipe else title
-    return Place(study=table or data, title=title, data=data, group=group, label="", planned=False)
+    own = f"{title}, {recipe}" if recipe else title
+    return Entry(study=table or data, title=title, data=data, table=own, label="", planned=False)
 
 
 def _options(config: RunConfig, data: str) -> tuple[tuple[str, str], ...]:
     base = RunConfig.of(data, config.model.name)
     found = []
-    for part in ("model", "data", "recipe", "engine"):
+    for part in ("model", "data", "recipe", "hardware"):
         ours, theirs = vars(getattr(config, part)), vars(getattr(base, part))
         found += [(k, _value(v)) for k, v in ours.items() if v != theirs[k] and k not in NO_MATTER]
     return tuple(found)

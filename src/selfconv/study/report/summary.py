@@ -22,7 +22,7 @@ class ResultRow:
     label: str
     model: str
     trials: tuple[FinishedTrial, ...]
-    table: str | None  # of the paper, if this is one of its networks on its data
+    paper_table: str | None  # of the paper's tables, if this is one of its networks on its data
 
     @property
     def facts(self) -> ModelFacts | None:
@@ -30,7 +30,7 @@ class ResultRow:
 
     @property
     def paper(self) -> Outcome | None:
-        return None if self.table is None else paper.TABLES[self.table].rows.get(self.model)
+        return None if self.paper_table is None else paper.TABLES[self.paper_table].rows.get(self.model)
 
     @property
     def accuracy(self) -> Sample | None:
@@ -94,13 +94,13 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Group:
-    """A table: rows that are meant to be compared."""
+class ResultTable:
+    """Rows that are meant to be compared."""
 
     title: str
     rows: tuple[ResultRow, ...]
     shared: Options  # what all of its runs have and no run has by default
-    table: str | None  # of the paper, if all rows are its networks on its data
+    paper_table: str | None  # of the paper's tables, if all rows are its networks on its data
     judged: tuple[Judged, ...] = ()
 
     @property
@@ -120,13 +120,13 @@ class Group:
         return len(self.outcomes) == sum(bool(row.trials) for row in self.rows) > 1
 
 
-def advice(group: Group) -> str | None:
+def advice(table: ResultTable) -> str | None:
     """Which network to take, in a sentence for images at any angle and one for upright images.
 
     Of networks that one standard error of the images does not tell apart, the one with the fewest
     parameters is named.
     """
-    rows = [row for row in group.rows if row.every_angle is not None]
+    rows = [row for row in table.rows if row.every_angle is not None]
     if len(rows) < 2:
         return None
     turned, upright = _best(rows, lambda row: row.every_angle), _best(rows, lambda row: row.accuracy)
@@ -162,25 +162,27 @@ class Study:
 
     title: str
     data: str
-    groups: tuple[Group, ...]
+    tables: tuple[ResultTable, ...]
     reduced: tuple[str, ...]
 
     @property
     def trials(self) -> list[FinishedTrial]:
-        return [trial for group in self.groups for trial in group.trials]
+        return [trial for table in self.tables for trial in table.trials]
 
 
 def summarise(found: Found) -> list[Study]:
     """The studies, the paper's tables first and in its order."""
     studies = []
-    for name, trials in _parts(sorted(found.trials, key=_order), lambda t: t.place.study).items():
-        groups = tuple(_group(title, part) for title, part in _parts(trials, lambda t: t.place.group).items())
-        reduced = found.reduced.get(name) or _reduced(groups)
-        studies.append(Study(trials[0].place.title, trials[0].place.data, groups, tuple(reduced)))
+    for name, trials in _parts(sorted(found.trials, key=_order), lambda t: t.entry.study).items():
+        tables = tuple(
+            _result_table(title, part) for title, part in _parts(trials, lambda t: t.entry.table).items()
+        )
+        reduced = found.reduced.get(name) or _reduced(tables)
+        studies.append(Study(trials[0].entry.title, trials[0].entry.data, tables, tuple(reduced)))
     studies.sort(key=_rank)
-    everything = [group for study in studies for group in study.groups]
+    everything = [table for study in studies for table in study.tables]
     return [
-        replace(study, groups=tuple(replace(g, judged=_judge(g, everything)) for g in study.groups))
+        replace(study, tables=tuple(replace(t, judged=_judge(t, everything)) for t in study.tables))
         for study in studies
     ]
 
@@ -196,36 +198,36 @@ def _parts(
 
 def _rank(study: Study) -> tuple[int, str, list[str]]:
     tables = list(paper.TABLES)
-    known = [tables.index(group.table) for group in study.groups if group.table is not None]
+    known = [tables.index(table.paper_table) for table in study.tables if table.paper_table is not None]
     return min(known, default=len(tables)), study.title, [trial.name for trial in study.trials]
 
 
 def _order(trial: FinishedTrial) -> tuple[object, ...]:
-    """As the plan has it; without one, groups by name and models in the paper's order."""
+    """As the plan has it; without one, tables by name and models in the paper's order."""
     models = list(paper.TABLES["cifar10"].rows)
     depth29 = at_depth(trial.model, 29)
     rank = models.index(depth29) if depth29 in models else len(models)
-    own = (trial.place.group, rank, trial.model, trial.options)
-    return (trial.place.study, trial.place.order, *own, trial.config.seed, trial.name)
+    own = (trial.entry.table, rank, trial.model, trial.options)
+    return (trial.entry.study, trial.entry.order, *own, trial.config.seed, trial.name)
 
 
-def _group(title: str, trials: Sequence[FinishedTrial]) -> Group:
+def _result_table(title: str, trials: Sequence[FinishedTrial]) -> ResultTable:
     given = [trial.options for trial in trials]
     shared = tuple(option for option in given[0] if all(option in each for each in given))
     rows = tuple(
-        ResultRow(name, part[0].model, tuple(part), _table(part[0]))
+        ResultRow(name, part[0].model, tuple(part), _paper_table(part[0]))
         for name, part in _parts(trials, lambda t: _label(t, shared)).items()
     )
-    tables = {row.table for row in rows}
-    table = tables.pop() if len(tables) == 1 else None
-    if table is not None:
-        rows = _beside_the_papers(rows, table)
-    return Group(TITLES.get(title, title), rows, shared, table)
+    tables = {row.paper_table for row in rows}
+    paper_table = tables.pop() if len(tables) == 1 else None
+    if paper_table is not None:
+        rows = _beside_the_papers(rows, paper_table)
+    return ResultTable(TITLES.get(title, title), rows, shared, paper_table)
 
 
 def _label(trial: FinishedTrial, shared: Options) -> str:
-    if trial.place.planned:
-        return trial.place.label
+    if trial.entry.planned:
+        return trial.entry.label
     own = [
         f"{key} {value}"
         for key, value in trial.options
@@ -234,9 +236,9 @@ def _label(trial: FinishedTrial, shared: Options) -> str:
     return paper_label(trial.model, group=trial.config.model.group) + (f" ({', '.join(own)})" if own else "")
 
 
-def _table(trial: FinishedTrial) -> str | None:
+def _paper_table(trial: FinishedTrial) -> str | None:
     """The paper's table that a trial belongs to, if it is one of its networks on its data."""
-    return paper.table_of(trial.place.data, trial.model) if _unchanged(trial.config) else None
+    return paper.table_of(trial.entry.data, trial.model) if _unchanged(trial.config) else None
 
 
 def _unchanged(config: RunConfig) -> bool:
@@ -264,21 +266,21 @@ def _beside_the_papers(rows: tuple[ResultRow, ...], table: str) -> tuple[ResultR
     )
 
 
-def _reduced(groups: Sequence[Group]) -> list[str]:
+def _reduced(tables: Sequence[ResultTable]) -> list[str]:
     """In what the runs fall short of the paper's: from the records, where no plan says it."""
     lines = []
-    for group in groups:
-        if group.table is None:
+    for table in tables:
+        if table.paper_table is None:
             continue
-        for trial in group.trials:
+        for trial in table.trials:
             ours, theirs = trial.config.recipe.epochs, paper_recipe(trial.model).epochs
             if ours < theirs:
                 lines.append(f"{ours} {_plural('epoch', ours)} instead of {theirs}")
             images = trial.images.get("train", paper.TRAINING_IMAGES)
             if images < paper.TRAINING_IMAGES:
                 lines.append(f"{images:,} training images instead of {paper.TRAINING_IMAGES:,}")
-        fewest = min(len(row.trials) for row in group.rows if row.trials)
-        if paper.TABLES[group.table].rows and fewest < paper.RUNS:
+        fewest = min(len(row.trials) for row in table.rows if row.trials)
+        if paper.TABLES[table.paper_table].rows and fewest < paper.RUNS:
             lines.append(f"as few as {fewest} {_plural('run', fewest)} of a model instead of {paper.RUNS}")
     return list(dict.fromkeys(lines))
 
@@ -287,16 +289,16 @@ def _plural(word: str, count: int) -> str:
     return word if count == 1 else f"{word}s"
 
 
-def _judge(group: Group, everything: Sequence[Group]) -> tuple[Judged, ...]:
+def _judge(table: ResultTable, everything: Sequence[ResultTable]) -> tuple[Judged, ...]:
     """The paper's claims for this table; elsewhere those for CIFAR-10, as far as the models are there."""
-    if not group.line_up:
+    if not table.line_up:
         return ()
-    results = {group.table or "cifar10": group.outcomes}
-    for table in paper.TABLES:  # claims that compare tables find the other one if there is only one
-        others = [g.outcomes for g in everything if g.table == table and g.line_up]
-        if group.table is not None and table not in results and len(others) == 1:
-            results[table] = others[0]
-    printed = {name: table.rows for name, table in paper.TABLES.items()}
-    claims = [claim for claim in paper.CLAIMS if claim.table == (group.table or "cifar10")]
+    results = {table.paper_table or "cifar10": table.outcomes}
+    for name in paper.TABLES:  # claims that compare tables find the other one if there is only one
+        others = [other.outcomes for other in everything if other.paper_table == name and other.line_up]
+        if table.paper_table is not None and name not in results and len(others) == 1:
+            results[name] = others[0]
+    printed = {name: each.rows for name, each in paper.TABLES.items()}
+    claims = [claim for claim in paper.CLAIMS if claim.table == (table.paper_table or "cifar10")]
     judged = (Judged(claim, claim.check(results), claim.check(printed)) for claim in claims)
-    return tuple(each for each in judged if group.table is not None or not each.ours.absent)
+    return tuple(each for each in judged if table.paper_table is not None or not each.ours.absent)

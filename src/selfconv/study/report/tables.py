@@ -8,7 +8,7 @@ from itertools import groupby
 
 from selfconv.study import paper
 from selfconv.study.claims import signed
-from selfconv.study.report.summary import Group, ResultRow, advice
+from selfconv.study.report.summary import ResultRow, ResultTable, advice
 from selfconv.study.samples import Sample
 
 NONE = "–"
@@ -24,7 +24,7 @@ class Column:
 OURS, PAPERS, BOTH = "These runs", "The paper", "Difference"
 
 
-def columns(group: Group) -> list[Column]:
+def columns(table: ResultTable) -> list[Column]:
     """Those that say something for at least one row."""
     found = [
         Column("Model", lambda row: row.label),
@@ -32,15 +32,15 @@ def columns(group: Group) -> list[Column]:
         Column("n", lambda row: str(len(row.trials)), OURS),
         Column("Parameters", lambda row: _count(row.parameters), OURS),
     ]
-    if any(row.turned for row in group.rows):
+    if any(row.turned for row in table.rows):
         found.append(Column("Turned images, %", lambda row: _mean(row.turned), OURS))
-    if any(row.every_angle for row in group.rows):
+    if any(row.every_angle for row in table.rows):
         found.append(Column("Every angle, %", lambda row: _mean(row.every_angle), OURS))
-    if any(row.equivariance_error is not None for row in group.rows):
+    if any(row.equivariance_error is not None for row in table.rows):
         found.append(Column("Equivariance error", _error, OURS))
-    if any(row.images_per_second for row in group.rows):
+    if any(row.images_per_second for row in table.rows):
         found.append(Column("Images/s", _speed, OURS))
-    if compared(group):
+    if compared(table):
         found += [
             Column("Accuracy, %", lambda row: _mean(row.paper.accuracy if row.paper else None), PAPERS),
             Column("n", lambda row: str(row.paper.accuracy.n) if row.paper else NONE, PAPERS),
@@ -55,9 +55,9 @@ def columns(group: Group) -> list[Column]:
     return found
 
 
-def compared(group: Group) -> bool:
+def compared(table: ResultTable) -> bool:
     """Whether the paper has numbers beside these."""
-    return group.table is not None and any(row.paper for row in group.rows)
+    return table.paper_table is not None and any(row.paper for row in table.rows)
 
 
 def sections(columns: Sequence[Column]) -> list[tuple[str, int]]:
@@ -97,34 +97,34 @@ def _speed(row: ResultRow) -> str:
     return NONE if row.images_per_second is None else f"{row.images_per_second.mean:,.0f}"
 
 
-def notes(group: Group) -> list[str]:
+def notes(table: ResultTable) -> list[str]:
     """What stands under a table: how to read it."""
     found = ["Accuracy is that of the test images after the last epoch: mean ± sample deviation over n runs."]
-    if compared(group):
+    if compared(table):
         found.append(
             "The interval of the difference is Welch's, from both means, deviations and n; the paper's "
             "deviations are taken as sample deviations. A single run has no deviation, and no interval."
         )
-    elif group.table is None:
+    elif table.paper_table is None:
         found.append("The paper has no table of these runs.")
-    if group.table is not None and paper.TABLES[group.table].note:
-        found.append(paper.TABLES[group.table].note)
-    if any(row.turned for row in group.rows):
+    if table.paper_table is not None and paper.TABLES[table.paper_table].note:
+        found.append(paper.TABLES[table.paper_table].note)
+    if any(row.turned for row in table.rows):
         found.append("Turned images: the mean accuracy on the test images turned by 90°, 180° and 270°.")
-    if any(row.every_angle for row in group.rows):
+    if any(row.every_angle for row in table.rows):
         found.append(
             "Every angle: the mean accuracy on test images turned by every multiple of 15°, seen through a "
             "round mask, so that the corners do not tell the angle."
         )
-    if any(row.equivariance_error is not None for row in group.rows):
+    if any(row.equivariance_error is not None for row in table.rows):
         found.append(
             "Equivariance error: the largest relative change of outputs under quarter turns, over all runs."
         )
-    if any(row.images_per_second for row in group.rows):
+    if any(row.images_per_second for row in table.rows):
         found.append("Images/s: in training, the mean over runs.")
-    if group.shared:
-        found.append("Other than by default, in all runs: " + _listed(group.shared) + ".")
-    if (sentence := advice(group)) is not None:
+    if table.shared:
+        found.append("Other than by default, in all runs: " + _listed(table.shared) + ".")
+    if (sentence := advice(table)) is not None:
         found.append(sentence)
     return found
 
@@ -133,10 +133,10 @@ def _listed(options: Sequence[tuple[str, str]]) -> str:
     return ", ".join(f"{key} {value}" for key, value in options)
 
 
-def origin(group: Group) -> list[tuple[str, str]]:
+def origin(table: ResultTable) -> list[tuple[str, str]]:
     """Where the numbers come from."""
-    trials = group.trials
-    counts = sorted({len(row.trials) for row in group.rows if row.trials})
+    trials = table.trials
+    counts = sorted({len(row.trials) for row in table.rows if row.trials})
     each = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     seconds = [trial.seconds for trial in trials if trial.seconds is not None]
     commits = sorted({_commit(trial.commit) for trial in trials})

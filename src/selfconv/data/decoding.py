@@ -1,0 +1,317 @@
+"""Decodes the image files of a data set: into memory, or, if they need too much, once into a cache on disk.
+
+The cache of a data set is a folder, named by a digest of its files (names, sizes, times of change) and of the
+options: ``plan.json`` (the shape and type of the array), ``images`` (the array), ``chunks.jsonl`` (a line for
+each chunk that is on disk, so that a process that was stopped continues where it was), and ``done.json`` when
+all of it is there. One process writes it, and others that need it wait on its lock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from filelock import FileLock
+from numpy.typing import NDArray
+
+from selfconv._files import parse_json, read_as, write_json
+from selfconv._memory import machine_memory
+from selfconv._text import progress
+from selfconv.data.images import Header, Item, decode, read_header, read_values
+from selfconv.data.pixels import DEEPEST, DataError, PixelRange, UnreadableError, choose_range, parse_range
+from selfconv.data.stored import CHUNK, Stack
+
+MIXED_SIZE = 64  # of images that do not have one square size
+NAMED = 3  # how many unreadable files a message names
+SHARE = 0.25  # of the machine's memory, for images
+FORMAT = 1  # of the cache; part of its name
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The array that a data set's images become."""
+
+    count: int
+    size: int
+    channels: int
+    pixels: PixelRange
+    settled: bool  # False: ``pixels`` has room for every value of the type, and the images decide the range
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.count, self.size, self.size, self.channels
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(self.pixels.stored_as).itemsize
+
+    @property
+    def chunk(self) -> int:
+        """Images in a chunk."""
+        return max(1, min(1024, CHUNK * self.count // max(1, self.nbytes)))
+
+
+@dataclass(frozen=True)
+class ChunkFacts:
+    """A chunk that is decoded, and what decides on the final form of the array."""
+
+    number: int
+    grey: bool
+    highest: int
+
+
+def decode_all(
+    what: str,
+    items: Sequence[Item],
+    key: str,
+    *,
+    image_size: int | None,
+    pixel_range: str,
+    memory: float | None,
+    cache: Path,
+) -> tuple[Stack, PixelRange]:
+    """All images, and the range of their values.
+
+    Args:
+        what: the data set, for messages.
+        key: a digest of the files.
+        memory: bytes for images; above, they are memory-mapped. None: a quarter of the machine's memory.
+    """
+    parse_range(pixel_range)
+    limit = SHARE * machine_memory() if memory is None else memory
+    options = json.dumps([FORMAT, key, image_size, pixel_range])
+    folder = cache / "images" / hashlib.sha256(options.encode()).hexdigest()[:32]
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        reader = _Reader(what, items, pool)
+        if (folder / "done.json").exists():
+            return _open_cache(folder, limit)
+        plan = (
+            _read_plan(folder, len(items))
+            if (folder / "plan.json").exists()
+            else reader.plan(image_size, pixel_range)
+        )
+        if plan.nbytes <= limit:
+            return _in_memory(reader, plan)
+        _check_room(what, cache, plan, limit)
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / ".lock"):
+            if not (folder / "done.json").exists():
+                write_json(folder / "plan.json", asdict(plan))
+                _write_cache(reader, plan, folder)
+    return _open_cache(folder, limit)
+
+
+class _Reader:
+    """The files of a data set, read in parallel."""
+
+    def __init__(self, what: str, items: Sequence[Item], pool: ThreadPoolExecutor) -> None:
+        self.what, self.items, self.pool = what, items, pool
+
+    def plan(self, image_size: int | None, pixel_range: str) -> Plan:
+        """Reads all headers, and, if the range has to be found, the values."""
+
+        def header(item: Item) -> Header | None:
+            try:
+                return read_header(item)
+            except UnreadableError:
+                return None  # decoding names it
+
+        with progress(f"{self.what}: sizes", len(self.items), unit="images") as show:
+            found = []
+            for done, one in enumerate(self.pool.map(header, self.items, chunksize=64), 1):
+                found.append(one)
+                show(done)
+        headers = [(item, one) for item, one in zip(self.items, found, strict=True) if one is not None]
+        sides = {side for _, one in headers for side in (one.width, one.height)}
+        common = sides.pop() if len(sides) == 1 else MIXED_SIZE
+        channels = {one.channels for _, one in headers} or {1}
+        if not channels <= {1, 3} and len(channels) > 1:
+            first, *_ = (item.name for item, one in headers if one.channels not in (1, 3))
+            known = ", ".join(map(str, sorted(channels)))
+            raise DataError(f"{self.what}: expected images of as many channels; got {known} ({first})")
+        dtypes = {one.dtype for _, one in headers} or {"uint8"}
+        pixels, settled = self._range(pixel_range, dtypes)
+        return Plan(len(self.items), image_size or common, max(channels), pixels, settled)
+
+    def _range(self, pixel_range: str, dtypes: set[str]) -> tuple[PixelRange, bool]:
+        if pixel_range == "auto" and dtypes == {"uint16"}:  # every value has a place already
+            return PixelRange("uint16", 0, DEEPEST), False
+        return choose_range(pixel_range, dtypes, self._extent, self.what), True
+
+    def _extent(self) -> tuple[float, float]:
+        def ends(item: Item) -> tuple[float, float] | None:
+            try:
+                values = read_values(item)
+            except UnreadableError:
+                return None
+            return float(values.min()), float(values.max())
+
+        with progress(f"{self.what}: range", len(self.items), unit="images") as show:
+            found = []
+            for done, one in enumerate(self.pool.map(ends, self.items), 1):
+                found += [one] if one is not None and all(map(math.isfinite, one)) else []
+                show(done)
+        return min((low for low, _ in found), default=0.0), max((high for _, high in found), default=1.0)
+
+    def fill(self, plan: Plan, done: set[int], keep: Callable[[NDArray, ChunkFacts], None]) -> None:
+        """Decodes the chunks that are not done, and hands each to ``keep``."""
+        failures: list[str] = []
+
+        def one(index: int) -> tuple[NDArray | None, str]:
+            try:
+                return decode(self.items[index], plan.size, plan.channels, plan.pixels), ""
+            except UnreadableError as error:
+                return None, f"{self.items[index].name} ({error})"
+
+        starts = range(0, plan.count, plan.chunk)
+        with progress(f"reading {self.what}", plan.count, unit="images") as show:
+            ready = sum(min(plan.chunk, plan.count - starts[number]) for number in done)
+            for number, start in enumerate(starts):
+                if number in done:
+                    continue
+                images = np.zeros(
+                    (min(plan.chunk, plan.count - start), *plan.shape[1:]), plan.pixels.stored_as
+                )
+                failed = len(failures)
+                for row, (image, failure) in enumerate(self.pool.map(one, range(start, start + len(images)))):
+                    ready += 1
+                    show(ready)
+                    if image is None:
+                        failures.append(failure)
+                    else:
+                        images[row] = image
+                if len(failures) == failed:
+                    keep(
+                        images, ChunkFacts(number, bool((images == images[..., :1]).all()), int(images.max()))
+                    )
+        if failures:
+            more = f" and {len(failures) - NAMED} more" if len(failures) > NAMED else ""
+            named = ", ".join(failures[:NAMED]) + more
+            raise DataError(f"{self.what}: {len(failures)} of {plan.count} images cannot be read: {named}")
+
+
+def _final(plan: Plan, facts: Sequence[ChunkFacts]) -> Plan:
+    """Grey if every image is, and with the range that the images use."""
+    grey = plan.channels == 3 and all(chunk.grey for chunk in facts)
+    pixels = plan.pixels
+    if not plan.settled:
+        highest = float(max(chunk.highest for chunk in facts))
+        pixels = choose_range("auto", ["uint16"], lambda: (0.0, highest), "")
+    return Plan(plan.count, plan.size, 1 if grey else plan.channels, pixels, True)
+
+
+def _in_memory(reader: _Reader, plan: Plan) -> tuple[Stack, PixelRange]:
+    images, facts = np.empty(plan.shape, plan.pixels.stored_as), []
+
+    def keep(chunk: NDArray, about: ChunkFacts) -> None:
+        start = about.number * plan.chunk
+        images[start : start + len(chunk)] = chunk
+        facts.append(about)
+
+    reader.fill(plan, set(), keep)
+    final = _final(plan, facts)
+    return Stack(np.ascontiguousarray(images[..., : final.channels], final.pixels.stored_as)), final.pixels
+
+
+# ---- the cache ----
+
+
+def _check_room(what: str, cache: Path, plan: Plan, limit: float) -> None:
+    cache.mkdir(parents=True, exist_ok=True)
+    found = os.statvfs(cache)
+    free = found.f_bavail * found.f_frsize
+    if plan.nbytes > free:
+        raise DataError(
+            f"{what}: {plan.count} images of {plan.size}×{plan.size} need {plan.nbytes / 1e9:.1f} GB, more "
+            f"than the {limit / 1e9:.1f} GB of memory for images; {cache} has room for {free / 1e9:.1f} GB: "
+            "give a smaller image_size, or another place in $SELFCONV_DATA"
+        )
+
+
+def _read_plan(folder: Path, count: int) -> Plan:
+    plan = read_as(Plan, folder / "plan.json")
+    if plan.count != count:
+        raise DataError(
+            f"{folder}: expected the plan of {count} images; got {plan.count}: delete this folder"
+        )
+    return plan
+
+
+def _write_cache(reader: _Reader, plan: Plan, folder: Path) -> None:
+    journal = folder / "chunks.jsonl"
+    facts = _chunks_on_disk(journal)
+    with (
+        open(folder / "images", "r+b" if facts else "w+b") as file,
+        open(journal, "a" if facts else "w") as lines,
+    ):
+        file.truncate(plan.nbytes)
+
+        def keep(chunk: NDArray, about: ChunkFacts) -> None:
+            file.seek(about.number * plan.chunk * chunk[0].nbytes)
+            file.write(chunk.data)
+            file.flush()
+            os.fdatasync(file.fileno())  # before the line that says so
+            lines.write(json.dumps(asdict(about)) + "\n")
+            lines.flush()
+            facts[about.number] = about
+
+        reader.fill(plan, {*facts}, keep)
+    final = _final(plan, [*facts.values()])
+    if final.shape != plan.shape or final.pixels.stored_as != plan.pixels.stored_as:
+        stored = Stack(_map(folder / "images", plan))
+        with open(folder / "images.final", "wb") as whole:
+            for chunk in stored.chunks():
+                whole.write(np.ascontiguousarray(chunk[..., : final.channels], final.pixels.stored_as).data)
+            whole.flush()
+            os.fsync(whole.fileno())
+        os.replace(folder / "images.final", folder / "images")
+    write_json(folder / "done.json", asdict(final))
+
+
+def _chunks_on_disk(journal: Path) -> dict[int, ChunkFacts]:
+    facts = {}
+    for line in journal.read_text().splitlines() if journal.exists() else ():
+        try:
+            about = ChunkFacts(**parse_json(line))
+        except (ValueError, TypeError):
+            break  # the line that was being written
+        facts[about.number] = about
+    if facts:  # without the rest of a line that was cut off
+        journal.write_text("".join(json.dumps(asdict(about)) + "\n" for about in facts.values()))
+    return facts
+
+
+def _map(path: Path, plan: Plan) -> NDArray:
+    # copy-on-write, since torch wants memory that may be written to; nobody writes to it
+    return np.memmap(path, plan.pixels.stored_as, "c", shape=plan.shape)
+
+
+def _open_cache(folder: Path, limit: float) -> tuple[Stack, PixelRange]:
+    try:
+        plan = read_as(Plan, folder / "done.json")
+        array = _map(folder / "images", plan)
+    except (ValueError, OSError) as error:
+        raise DataError(f"{folder}: expected decoded images ({error}): delete this folder") from None
+    return Stack(np.array(array) if plan.nbytes <= limit else array), plan.pixels
+
+
+def files_key(items: Sequence[Item]) -> str:
+    """A digest of the names, sizes and times of change of files."""
+    digest = hashlib.sha256()
+    seen: set[Path] = set()
+    for item in items:
+        assert isinstance(item.file, Path)
+        digest.update(f"{item.name}\0".encode("utf-8", "surrogateescape"))
+        if item.file not in seen:
+            seen.add(item.file)
+            found = item.file.stat()
+            state = (os.fspath(item.file.absolute()), found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+            digest.update(repr(state).encode("utf-8", "backslashreplace"))
+    return digest.hexdigest()

@@ -1,0 +1,98 @@
+"""Data sets of the Hugging Face Hub (``hf:NAME``) and Parquet files, through the package ``datasets``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from selfconv._extras import require
+from selfconv.data.images import Item
+from selfconv.data.listing import PARTS, Listed, Listing
+from selfconv.data.pixels import DataError
+
+PREFIX = "hf:"
+
+
+def list_parquet(path: Path, group_by: str | None) -> Listing:
+    """A Parquet file, or a folder of them whose names begin with train, val or test."""
+    files: dict[str, list[str]] = {}
+    for file in [path] if path.is_file() else sorted(path.glob("*.parquet")):
+        stem = file.stem.lower()
+        part = next((part for name, part in PARTS.items() if stem.startswith(name)), "train")
+        files.setdefault(part if path.is_dir() else "train", []).append(str(file))
+    return _list(str(path), path.stem, {"path": "parquet", "data_files": files}, group_by)
+
+
+def list_hub(source: str, group_by: str | None) -> Listing:
+    """``hf:OWNER/NAME`` or ``hf:OWNER/NAME:CONFIGURATION``."""
+    name, _, configuration = source.removeprefix(PREFIX).partition(":")
+    if not name:
+        raise DataError(f"data: expected {PREFIX}NAME; got {source!r}")
+    options = {"path": name} | ({"name": configuration} if configuration else {})
+    return _list(source, name.rpartition("/")[2], options, group_by)
+
+
+def _list(what: str, name: str, options: dict[str, Any], group_by: str | None) -> Listing:
+    require("Parquet files and Hugging Face data sets", "datasets")
+    import datasets
+
+    datasets.disable_progress_bars()
+    try:
+        found = datasets.load_dataset(**options)
+    except Exception as error:  # its own and those of the network, of pyarrow and of files
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"{what}: cannot be loaded by datasets ({type(error).__name__}: {reason})") from error
+    parts = {PARTS[part]: found[part] for part in found if part in PARTS}
+    if "train" not in parts:
+        raise DataError(f"{what}: expected a split called train; got {', '.join(map(str, found))}")
+    features = parts["train"].features
+    image = _column(what, features, "image", lambda kind: isinstance(kind, datasets.Image))
+    label = _column(what, features, "label", lambda kind: isinstance(kind, datasets.ClassLabel))
+    if group_by is not None and group_by not in features:
+        raise DataError(
+            f"{what}: group_by: expected one of the columns {', '.join(features)}; got {group_by!r}"
+        )
+    names, listed = _classes(parts["train"], label), {}
+    for part, rows in parts.items():
+        pictures = rows.select_columns([image]).cast_column(image, datasets.Image(decode=False))
+        items = [Item(f"{part}[{i}]", partial(_content, pictures, image, i)) for i in range(len(rows))]
+        labels = np.array([_label(what, names, value) for value in rows[label]], np.int64)
+        groups = None if group_by is None else [str(value) for value in rows[group_by]]
+        listed[part] = Listed(items, labels, groups)
+    fingerprints = repr([(part, rows._fingerprint) for part, rows in parts.items()])
+    return Listing(what, name, list(map(str, names)), listed, lambda: fingerprints)
+
+
+def _content(rows: Any, column: str, index: int) -> bytes:
+    cell = rows[index][column]
+    return cell["bytes"] if cell["bytes"] is not None else Path(cell["path"]).read_bytes()
+
+
+def _column(what: str, features: Any, usual: str, fits: Callable[[Any], bool]) -> str:
+    """The only column of a kind, or the one with the usual name."""
+    fitting = [column for column, kind in features.items() if fits(kind)]
+    if len(fitting) == 1:
+        return fitting[0]
+    if usual in features and (not fitting or usual in fitting):
+        return usual
+    known = ", ".join(features)
+    raise DataError(f"{what}: expected a column {usual!r}; got {known}")
+
+
+def _classes(rows: Any, label: str) -> list[Any]:
+    names = getattr(rows.features[label], "names", None)
+    if names is not None:
+        return list(names)
+    return sorted({*rows[label]})
+
+
+def _label(what: str, names: list[Any], value: Any) -> int:
+    if isinstance(value, int) and not (names and isinstance(names[0], int)):
+        return value  # of a ClassLabel
+    if value not in names:
+        raise DataError(f"{what}: expected labels that are in the training part; got {value!r}")
+    return names.index(value)

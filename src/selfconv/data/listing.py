@@ -1,0 +1,232 @@
+"""Lists of image files with labels, from a folder or a CSV file, and the data set that they become."""
+
+from __future__ import annotations
+
+import csv
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from selfconv._files import check_file
+from selfconv.data.dataset import Dataset, Part, build
+from selfconv.data.decoding import decode_all, files_key
+from selfconv.data.images import IMAGE_SUFFIXES, Item, require_pillow, stack_items
+from selfconv.data.pixels import DataError, UnreadableError
+from selfconv.data.splits import Labels, check_groups, split_off
+
+Files = dict[str, list[Item]]  # of each class
+
+PARTS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
+TEST_SHARE = 0.2  # set aside where there is no test part: always the same images, whatever the seed
+MANIFEST_BYTES = 2**30
+
+
+@dataclass(frozen=True, eq=False)
+class Listed:
+    """The images of a part, not yet decoded."""
+
+    items: Sequence[Item]
+    labels: Labels
+    groups: Sequence[str] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Listing:
+    """A data set, not yet decoded. ``key`` gives a digest of its files."""
+
+    what: str  # for messages
+    name: str
+    class_names: list[str]
+    parts: dict[str, Listed]
+    key: Callable[[], str]
+
+
+def load_listing(listing: Listing, *, seed: int, validation: float, **decoding: Any) -> Dataset:
+    """Decodes the images, and sets a fifth of them aside for the test if the source has no test part."""
+    require_pillow()
+    items = [item for part in listing.parts.values() for item in part.items]
+    check_groups(listing.what, {name: part.groups for name, part in listing.parts.items()})
+    stack, pixels = decode_all(listing.name, items, listing.key(), **decoding)
+    arrays, start = {}, 0
+    for name, part in listing.parts.items():
+        rows = np.arange(start, start + len(part.items))
+        arrays[name] = Part(stack.take(rows), part.labels, [item.name for item in part.items], part.groups)
+        start += len(part.items)
+    own_test = "test" in arrays
+    if not own_test:
+        train = arrays["train"]
+        rest, aside = split_off(train.labels, TEST_SHARE, 0, train.groups)
+        if len(aside) == 0:
+            count = len(train.labels)
+            raise DataError(f"{listing.what}: too few images to set some aside for a test; got {count}")
+        arrays |= {"train": train.take(rest), "test": train.take(aside)}
+    return build(
+        listing.name,
+        arrays,
+        listing.class_names,
+        image_size=None,
+        seed=seed,
+        validation=validation,
+        pixels=pixels,
+        own_test=own_test,
+    )
+
+
+# ---- a folder ----
+
+
+def list_folder(root: Path, group_by: str | None) -> Listing:
+    """A folder with a folder of images for each class, or with such folders in train/, val/ and test/."""
+    require_pillow()
+    parts = _scan(root)
+    names = list(parts["train"])
+    find = None if group_by is None else _matcher(group_by)
+    listed = {}
+    for part, classes in parts.items():
+        items = [item for found in classes.values() for item in found]
+        labels = np.array([names.index(c) for c, found in classes.items() for _ in found], np.int64)
+        listed[part] = Listed(items, labels, None if find is None else [find(item.name) for item in items])
+    everything = [item for part in listed.values() for item in part.items]
+    return Listing(str(root), root.resolve().name, names, listed, lambda: files_key(everything))
+
+
+def _matcher(pattern: str) -> Callable[[str], str]:
+    """From the name of a file to its group: what the first parentheses match, or else the whole match."""
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise DataError(f"group_by: expected a regular expression; got {pattern!r} ({error})") from None
+
+    def find(name: str) -> str:
+        match = compiled.search(name)
+        if match is None:
+            raise DataError(f"group_by: expected {pattern!r} in the name of every file; not in {name}")
+        return match[1] if compiled.groups and match[1] is not None else match[0]
+
+    return find
+
+
+def _scan(root: Path) -> dict[str, Files]:
+    """The image files of each class of each part, all in order of name."""
+    folders = [path for path in _visible(root) if path.is_dir()]
+    if not folders:
+        raise DataError(f"{root}: expected a folder of images for each class; got no folders")
+    ignored: list[Path] = []
+    if all(path.name in PARTS for path in folders) or "train" in {path.name for path in folders}:
+        parts = _scan_parts(root, folders, ignored)
+    else:
+        parts = {"train": _scan_classes(root, folders, ignored)}
+    train = parts["train"]
+    if len(train) < 2:
+        raise DataError(f"{root}: expected at least two classes; got {', '.join(train) or 'none'}")
+    for name, paths in train.items():
+        if not paths:
+            known = " ".join(sorted(IMAGE_SUFFIXES))
+            raise DataError(f"{root}: expected images ({known}) of class {name!r} to train on; got none")
+    for part, classes in parts.items():
+        unknown = [c for c in classes if c not in train]
+        if unknown:
+            raise DataError(f"{root}: expected in {part}/ the classes of train/; got {unknown[0]!r} as well")
+        if not any(classes.values()):
+            raise DataError(f"{root}: expected images in {part}/; got none")
+    if ignored:
+        first = ignored[0].relative_to(root)
+        warnings.warn(
+            f"{root}: {len(ignored)} entries that are not images ignored, {first} first", stacklevel=5
+        )
+    return parts
+
+
+def _scan_parts(root: Path, folders: list[Path], ignored: list[Path]) -> dict[str, Files]:
+    parts: dict[str, Files] = {}
+    for folder in folders:
+        part = PARTS.get(folder.name)
+        if part is None or part in parts:
+            raise DataError(f"{root}: expected train/, val/ and test/; got {folder.name}/ as well")
+        parts[part] = _scan_classes(root, [path for path in _visible(folder) if path.is_dir()], ignored)
+    if "train" not in parts:
+        raise DataError(f"{root}: expected train/ beside {', '.join(f'{path.name}/' for path in folders)}")
+    return {part: parts[part] for part in ("train", "val", "test") if part in parts}
+
+
+def _scan_classes(root: Path, folders: list[Path], ignored: list[Path]) -> Files:
+    classes: Files = {}
+    for folder in folders:
+        images = classes[folder.name] = []
+        for path in _visible(folder):
+            if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file():
+                images += _items(path, path.relative_to(root).as_posix(), root)
+            else:
+                ignored.append(path)
+    return classes
+
+
+def _items(path: Path, name: str, what: Path) -> list[Item]:
+    try:
+        return stack_items(path, name)
+    except UnreadableError as error:
+        raise DataError(f"{what}: {name}: {error}") from error
+
+
+def _visible(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.iterdir()) if not path.name.startswith("."))
+
+
+# ---- a CSV file ----
+
+
+def list_manifest(path: Path, group_by: str | None) -> Listing:
+    """A CSV file with the columns path and label, and perhaps split and group; paths from its folder."""
+    require_pillow()
+    rows = _rows(path)
+    columns = {*rows[0]}
+    if missing := [column for column in ("path", "label") if column not in columns]:
+        found = ", ".join(sorted(columns))
+        raise DataError(
+            f"{path}: expected columns path, label and perhaps split, group; got {found}, no {missing[0]}"
+        )
+    column = (
+        group_by if group_by in columns else ("group" if group_by is None and "group" in columns else None)
+    )
+    find = None if group_by is None or column is not None else _matcher(group_by)
+    names = sorted({row["label"] for row in rows})
+    members: dict[str, list[tuple[Item, int, str | None]]] = {}
+    for number, row in enumerate(rows, 2):
+        part = PARTS.get(row["split"] or "train") if "split" in columns else "train"
+        if part is None:
+            raise DataError(
+                f"{path}, line {number}: split: expected train, val or test; got {row['split']!r}"
+            )
+        if not row["path"] or not row["label"]:
+            raise DataError(f"{path}, line {number}: expected a path and a label; got an empty one")
+        group = row[column] if column is not None else None if find is None else find(row["path"])
+        for item in _items(path.parent / row["path"], row["path"], path):
+            members.setdefault(part, []).append((item, names.index(row["label"]), group))
+    if "train" not in members:
+        raise DataError(f"{path}: expected images to train on; got split {', '.join(members)} alone")
+    listed: dict[str, Listed] = {}
+    for part in (part for part in ("train", "val", "test") if part in members):
+        items, labels, groups = zip(*members[part], strict=True)
+        grouped = column is not None or find is not None
+        listed[part] = Listed(items, np.array(labels, np.int64), groups if grouped else None)
+    everything = [item for part in listed.values() for item in part.items]
+    return Listing(str(path), path.stem, names, listed, lambda: files_key(everything))
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    try:
+        check_file(path, MANIFEST_BYTES)
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            rows = [*csv.DictReader(file, restkey="more", restval="", strict=True)]
+    except (ValueError, csv.Error) as error:
+        raise DataError(f"{path}: expected a CSV file in UTF-8 ({error})") from None
+    if not rows:
+        raise DataError(f"{path}: expected a line of column names and a line for each image; got none")
+    if long := [number for number, row in enumerate(rows, 2) if "more" in row]:
+        raise DataError(f"{path}, line {long[0]}: expected as many columns as the first line has; got more")
+    return rows

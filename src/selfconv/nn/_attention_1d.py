@@ -1,0 +1,58 @@
+"""Affine self convolution of sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from selfconv.nn._attention import AffineSelfConv2d
+from selfconv.ops import Pair, is_whole
+
+
+class AffineSelfConv1d(AffineSelfConv2d):
+    """Affine self convolution of sequences: ``AffineSelfConv2d`` on maps of one row, with a 1×k window.
+
+    Shapes: ``[N, in, L] -> [N, out, L / stride]``. ``group`` may be one that keeps rows and columns apart,
+    such as that of reflections, ``Group("mirror", (IDENTITY, MIRROR))``: ``[N, in, |H|, L]``. ψ and β are
+    ``[C, (|H|,) 1, k]``. ``stride`` is the mean of as many neighbours.
+
+    Args:
+        kernel_size, dilation: integers.
+        **options: those of ``AffineSelfConv2d``.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int = 5,
+        stride: int = 1,
+        *,
+        dilation: int = 1,
+        **options: Any,
+    ) -> None:
+        for name, size in (("kernel_size", kernel_size), ("dilation", dilation)):
+            if not is_whole(size):
+                raise ValueError(f"AffineSelfConv1d: {name}: expected one integer; got {size!r}")
+        super().__init__(
+            in_channels, out_channels, (1, kernel_size), stride, dilation=(1, dilation), **options
+        )
+
+    @property
+    def cells(self) -> Pair:
+        return 1, self.stride
+
+    def forward(self, x: Tensor, need_weights: bool = False) -> Any:
+        """Also α, ``[N, num_heads, (|H|,) k, L]``, with ``need_weights``."""
+        if x.dim() != (3 if len(self.group) == 1 else 4):
+            axis = "" if len(self.group) == 1 else f"{len(self.group)}, "
+            raise ValueError(
+                f"AffineSelfConv1d on group {self.group.name!r} expects [N, {self.in_channels}, {axis}L]; "
+                f"got shape {list(x.shape)}"
+            )
+        out = super().forward(x.unsqueeze(-2), need_weights)
+        if isinstance(out, Tensor):
+            return out.squeeze(-2)
+        values, alpha = out
+        return values.squeeze(-2), alpha.squeeze(-2).squeeze(-3)

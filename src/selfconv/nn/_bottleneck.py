@@ -1,0 +1,88 @@
+"""The residual block of the paper's networks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selfconv.groups import Group, get_group
+from selfconv.nn._attention import AffineSelfConv2d
+from selfconv.nn._conv import Downsample, GroupConv2d
+from selfconv.nn._gates import SqueezeExcite
+from selfconv.nn._layout import check_sizes
+from selfconv.nn._norm import GroupBatchNorm
+
+
+class ConvNorm(nn.Sequential):
+    """A convolution or attention layer, and the batch norm of its output."""
+
+    conv: nn.Module
+    norm: nn.Module
+
+    def __init__(self, conv: nn.Module, channels: int, group: str | Group = "z2") -> None:
+        super().__init__()
+        self.conv = conv
+        self.norm = GroupBatchNorm(channels, group=group)
+
+
+class Bottleneck(nn.Module):
+    """relu(shortcut(f) + SE(1×1(relu(spatial(relu(1×1(f))))))), batch norm after every convolution.
+
+    Shapes: ``[N, in_channels, |H|, h, w] -> [N, 4·width, |H|, h/stride, w/stride]``; on z2 without |H|.
+    Equivariant to ``group`` and shifts if the spatial layer is.
+
+    Args:
+        width: channels of the spatial layer.
+        spatial: makes the spatial layer, a function of width and stride; by default affine self convolution
+            with a 5×5 window, and with the largest number of heads up to 8 that divides the width.
+        squeeze_excite: whether the block ends with squeeze and excite, of reduction 16/|H|.
+        zero_gamma: whether γ of the last batch norm is zero at first, so that the block begins as its
+            shortcut.
+        downsample: how the shortcut gets smaller; ``"stride"`` is not equivariant on maps of even size.
+    """
+
+    expansion = 4  # the output is this many times as wide as the spatial layer
+
+    def __init__(
+        self,
+        in_channels: int,
+        width: int,
+        stride: int = 1,
+        *,
+        spatial: Callable[[int, int], nn.Module] | None = None,
+        squeeze_excite: bool = False,
+        zero_gamma: bool = True,
+        downsample: Downsample = "pool",
+        group: str | Group = "z2",
+    ) -> None:
+        super().__init__()
+        check_sizes(type(self).__name__, in_channels=in_channels, width=width, stride=stride)
+        group = get_group(group)
+        out_channels = self.expansion * width
+        conv = partial(GroupConv2d, bias=False, group=group, downsample=downsample)
+        spatial = partial(_self_conv, group) if spatial is None else spatial
+        self.reduce = ConvNorm(conv(in_channels, width, 1), width, group)
+        self.spatial = ConvNorm(spatial(width, stride), width, group)
+        self.expand = ConvNorm(conv(width, out_channels, 1), out_channels, group)
+        self.se: nn.Module = nn.Identity()
+        if squeeze_excite:
+            self.se = SqueezeExcite(out_channels, max(1, 16 // len(group)), group=group)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride > 1 or in_channels != out_channels:
+            self.shortcut = ConvNorm(conv(in_channels, out_channels, 1, stride), out_channels, group)
+        if zero_gamma:  # attention is unstable in the first epochs: every block starts as its shortcut
+            nn.init.zeros_(self.expand.norm.weight)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.reduce(x))
+        y = F.relu(self.spatial(y))
+        y = self.se(self.expand(y))
+        return F.relu(y + self.shortcut(x))
+
+
+def _self_conv(group: Group, width: int, stride: int) -> nn.Module:
+    heads = max(n for n in range(1, 9) if width % n == 0)
+    return AffineSelfConv2d(width, width, 5, stride, num_heads=heads, group=group)

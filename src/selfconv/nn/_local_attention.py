@@ -1,0 +1,296 @@
+"""What the attention layers share: 1×1 maps before and after the operation, heads, windows, stride."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from selfconv.groups import Group, get_group
+from selfconv.nn._layout import avg_pool, check_features, check_sizes, group_conv
+from selfconv.ops import (
+    PaddingMode,
+    Pair,
+    affine_self_conv,
+    affine_self_conv_packed,
+    check_backend,
+    check_heads,
+    make_window,
+    split_packed,
+)
+
+PsiKind = Literal["channel", "dense"]
+AffineKind = Literal["both", "psi", "beta"]
+AffineParameters = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # ψ^K, β^K, ψ^V, β^V
+
+
+class LocalAttention2d(nn.Module):
+    """Base class of the attention layers: input and output 1×1 maps, heads, pooling for stride. Subclasses
+    define the input maps (``projection``) and the affine parameters (``affine_parameters``)."""
+
+    psi: PsiKind = "channel"
+    affine: AffineKind = "both"
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | Pair,
+        stride: int,
+        *,
+        dilation: int | Pair,
+        padding_mode: PaddingMode,
+        bias: bool,
+        key_channels: int,
+        num_heads: int,
+        qkv_bias: bool,
+        scale: float | None,
+        dropout: float,
+        group: str | Group,
+        backend: str | None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        check_sizes(
+            name, in_channels=in_channels, out_channels=out_channels, key_channels=key_channels, stride=stride
+        )
+        self.group = get_group(group)
+        self.window = make_window(kernel_size, dilation, padding_mode, self.group, name)
+        if not 0 <= dropout < 1:
+            raise ValueError(
+                f"{name}: dropout: expected a probability from 0 to less than 1; got {dropout!r}"
+            )
+        check_heads(num_heads, key=key_channels, value=out_channels)
+        check_backend(backend)
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.key_channels = key_channels
+        self.stride = stride
+        self.num_heads = num_heads
+        self.scale = 1 / key_channels if scale is None else float(scale)
+        self.dropout = dropout
+        self.backend = backend
+        self._factory = {"device": device, "dtype": dtype}
+        self.w_in = self._parameter(self._map_channels(), in_channels * len(self.domain), 1, 1)
+        self.b_in = self._parameter(self._map_channels()) if qkv_bias else None
+        self._make_affine_parameters()
+        self.w_out = self._parameter(out_channels, out_channels * len(self.group), 1, 1)
+        self.b_out = self._parameter(out_channels) if bias else None
+        del self._factory
+        self.reset_parameters()
+
+    @property
+    def kernel_size(self) -> int | Pair:
+        """k of a k×k window, (rows, columns) of any other."""
+        rows, columns = self.window.size
+        return rows if rows == columns else (rows, columns)
+
+    @property
+    def domain(self) -> Group:
+        """The group of the input."""
+        return self.group
+
+    @property
+    def cells(self) -> Pair:
+        """The rows and columns whose mean is one position of the output."""
+        return self.stride, self.stride
+
+    def _parameter(self, *shape: int) -> nn.Parameter:
+        return nn.Parameter(torch.empty(*shape, **self._factory))  # type: ignore[arg-type]
+
+    def _psi(self, channels: int) -> nn.Parameter:
+        """ψ on the window: [C, |H|, k, k] (z2: [C, k, k]), or dense, stored with rank 4: [C, C·|H|, k, k].
+
+        On a band-limited group coefficients, [..., functions], take the place of the values, [..., k, k].
+        """
+        window, planes = self.group.parameter_shape(self.window.size), len(self.domain)
+        if self.psi == "dense":
+            return self._parameter(channels, channels * planes, *window)
+        return self._parameter(channels, *(() if planes == 1 else (planes,)), *window)
+
+    def _beta(self, channels: int) -> nn.Parameter:
+        return self._parameter(channels, *self.group.parameter_shape(self.window.size))
+
+    def _op_psi(self, psi: Tensor | None) -> Tensor | None:
+        """A stored ψ as the operation takes it."""
+        if psi is None:
+            return None
+        psi = self.group.window_values(psi, self.window.size)
+        if self.psi == "dense" and len(self.domain) > 1:
+            return psi.unflatten(1, (psi.shape[0], -1))
+        return psi
+
+    def _op_beta(self, beta: Tensor | None) -> Tensor | None:
+        """A stored β as the operation takes it."""
+        return None if beta is None else self.group.window_values(beta, self.window.size)
+
+    def reset_parameters(self, affine_std: float | None = None) -> None:
+        """He initialisation of the 1×1 maps (all planes count in the fan-in), zero biases, ψ, β ~ N(0, std²).
+
+        Args:
+            affine_std: standard deviation of ψ and β; by default 1/|H| for features on H, which on the plane
+                is the paper's 1.
+                On a group the affine map sums |H| planes, and networks with the standard deviation of 1 that
+                the paper states for all its examples learn more slowly. On a band-limited group they are also
+                less equivariant: a sharp softmax selects single pixels, which do not coincide with pixels
+                when the image is rotated by 45°.
+        """
+        std = 1 / len(self.domain) if affine_std is None else affine_std
+        for name, parameter in self.named_parameters(recurse=False):
+            if name.startswith("w_"):
+                nn.init.kaiming_normal_(parameter, nonlinearity="relu")
+            elif name.startswith("b_"):
+                nn.init.zeros_(parameter)
+            else:
+                nn.init.normal_(parameter, std=std)
+
+    @abstractmethod
+    def _map_channels(self) -> int:
+        """How many channels the 1×1 maps of the input have together."""
+
+    @abstractmethod
+    def _make_affine_parameters(self) -> None: ...
+
+    @abstractmethod
+    def affine_parameters(self) -> AffineParameters:
+        """ψ^K, β^K, ψ^V, β^V in the shapes of ``selfconv.ops.affine_self_conv``."""
+
+    @abstractmethod
+    def projection(self) -> tuple[Tensor, Tensor | None]:
+        """The 1×1 map that computes A^Q[Q], K and V: its filters [C, in, |H|] and bias."""
+
+    @property
+    def packed_channels(self) -> tuple[int, ...]:
+        """The numbers of channels of query, key and value in the output of ``project``."""
+        return self.key_channels, self.key_channels, self.out_channels
+
+    def _maps(self) -> Tensor:
+        return self.w_in.reshape(len(self.w_in), self.in_channels, len(self.domain))
+
+    def forward(self, x: Tensor, need_weights: bool = False) -> Any:
+        """The class docstring's equations, line by line; on z2 without the axes R and P.
+
+        Args:
+            need_weights: also return α, ``[N, num_heads, |H|, k, k, h, w]`` (z2: without |H|), which the
+                eager backend computes on the way.
+        """
+        query_key_value = self.project(x)  # A^Q[Q], K, V: [N, C_k + C_k + C_v, R, h, w]
+        if need_weights:
+            values, alpha = self.attend_with_weights(*split_packed(query_key_value, self.packed_channels))
+            return self.output_map(values), alpha
+        values = self.attend(query_key_value)  # Σ_y α A^V[V]: [N, C_v, P, h, w]
+        return self.output_map(values)  # W^O ⋆ values: [N, out, P, h / stride, w / stride]
+
+    def query_key_value(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A^Q[Q], K and V of the features x."""
+        return split_packed(self.project(x), self.packed_channels)
+
+    def project(self, x: Tensor) -> Tensor:
+        """A^Q[Q], K and V of the features x, concatenated along the channels, computed by one convolution."""
+        check_features(type(self).__name__, x, self.in_channels, self.domain)
+        return group_conv(x, *self.steered_projection(), self.domain)
+
+    def steered_projection(self) -> tuple[Tensor, Tensor | None]:
+        """The filters of ``project``, steered by the group of the input, [C, in, P, R, 1, 1]; its bias."""
+        filters, bias = self.projection()
+        return self.domain.steer(filters[..., None, None]), bias
+
+    def attend(self, packed: Tensor) -> Tensor:
+        """Σ_y α((P,x), (P,y)) A^V_(P,x)[V](y) for the output of ``project``."""
+        if self.dropout and self.training:
+            return self.attend_with_weights(*split_packed(packed, self.packed_channels))[0]
+        return affine_self_conv_packed(
+            packed, self.packed_channels, *self.affine_parameters(), **self.options, backend=self.backend
+        )
+
+    def attend_with_weights(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The output of ``attend``, and α: after dropout, while training."""
+        return affine_self_conv(
+            query, key, value, *self.affine_parameters(), **self.options,
+            dropout_p=self.dropout if self.training else 0.0, return_attention=True,
+        )  # fmt: skip
+
+    def attention_weights(self, x: Tensor) -> Tensor:
+        """α for features x: ``[N, num_heads, k, k, h, w]``, or ``[N, num_heads, |H|, k, k, h, w]``."""
+        return self.attend_with_weights(*self.query_key_value(x))[1]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of the operation, in all of its forms."""
+        window = self.window
+        return {
+            "num_heads": self.num_heads,
+            "scale": self.scale,
+            "group": self.group,
+            "kernel_size": window.size,
+            "dilation": window.dilation,
+            "padding_mode": window.padding_mode,
+            "lifting": len(self.domain) < len(self.group),
+        }
+
+    def output_map(self, values: Tensor) -> Tensor:
+        """W^O ⋆ values after averaging stride×stride cells: the two commute, and this order is cheaper."""
+        return group_conv(avg_pool(values, self.cells), self.steered_output(), self.b_out, self.group)
+
+    def steered_output(self) -> Tensor:
+        """W^O transformed by every element P of the group: [out, out, P, R, 1, 1]."""
+        return self.group.steer(self.w_out.reshape(self.out_channels, self.out_channels, -1, 1, 1))
+
+    def extra_repr(self) -> str:
+        parts = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"]
+        if self.stride > 1:
+            parts.append(f"stride={self.stride}")
+        if self.window.dilation != (1, 1):
+            rows, columns = self.window.dilation
+            parts.append(f"dilation={rows if rows == columns else (rows, columns)}")
+        if self.window.padding_mode != "zeros":
+            parts.append(f"padding_mode={self.window.padding_mode!r}")
+        if self.key_channels != self.out_channels:
+            parts.append(f"key_channels={self.key_channels}")
+        if self.psi != "channel":
+            parts.append(f"psi={self.psi!r}")
+        if self.affine != "both":
+            parts.append(f"affine={self.affine!r}")
+        if self.dropout:
+            parts.append(f"dropout={self.dropout:g}")
+        parts += [f"num_heads={self.num_heads}", f"scale={self.scale:g}", f"group={self.group.name!r}"]
+        return ", ".join(parts)
+
+
+def mapped_query(
+    filters: Tensor, bias: Tensor | None, psi_q: Tensor | None, beta_q: Tensor | None, group: Group
+) -> tuple[Tensor, Tensor]:
+    """The affine map A^Q at the centre, folded into the 1×1 map before it.
+
+    Both are convolutions over the group, so their composition is one: with S over the group,
+    W'_c(R) = Σ_S ψ^Q_c(S) W_c(S⁻¹R) and b'_c = b_c Σ_S ψ^Q_c(S) + β^Q_c.
+
+    Args:
+        filters: W, ``[C, in, |H|]``.
+        bias: b, ``[C]`` or None.
+        psi_q: ``[C, |H|]``, or dense ``[C, C, |H|]``; None is 1 at S = 1 and 0 elsewhere.
+        beta_q: ``[C]``; None is 0.
+    """
+    bias = filters.new_zeros(len(filters)) if bias is None else bias
+    if psi_q is None:
+        mapped, offset = filters, bias
+    else:
+        steered = group.steer(filters[..., None, None])[..., 0, 0]  # [C, in, S, R]
+        if psi_q.dim() == 3:
+            mapped, offset = torch.einsum("cds,disr->cir", psi_q, steered), psi_q.sum(2) @ bias
+        else:
+            mapped, offset = (psi_q[:, None, :, None] * steered).sum(2), psi_q.sum(1) * bias
+    return mapped, offset if beta_q is None else beta_q + offset
+
+
+def set_backend(module: nn.Module, backend: str | None) -> nn.Module:
+    """Sets the backend of every attention layer in ``module`` (None: automatic); returns ``module``."""
+    check_backend(backend)
+    for layer in module.modules():
+        if isinstance(layer, LocalAttention2d):
+            layer.backend = backend
+    return module

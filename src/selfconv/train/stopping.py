@@ -1,0 +1,123 @@
+"""Why a run stops: its errors, each with a message of one line, and SIGINT and SIGTERM."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from selfconv._text import escape_for_terminal
+
+
+class RunError(ValueError):
+    """The folder of a run cannot be used."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(escape_for_terminal(message))
+
+
+class RunBusy(RunError):
+    """Another process is writing to the run's folder."""
+
+
+class RunStopped(Exception):
+    """A run ended early; ``code`` is the exit code of the process."""
+
+    code = 1
+
+
+class Diverged(RunStopped):
+    """The loss is infinite or NaN."""
+
+
+class OutOfMemory(RunStopped):
+    """A training step ran out of memory; the last checkpoint is kept."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out. For a GPU torch has an exception class; on a CPU it raises a RuntimeError."""
+    said = ("out of memory", "can't allocate memory", "not enough memory")
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in said)
+    )
+
+
+class Interrupted(RunStopped):
+    """The run was stopped by a signal; a checkpoint has been saved."""
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.code = 128 + number
+
+
+def check_finite(loss: float, epoch: int, step: int, checkpoints: Path) -> None:
+    if not math.isfinite(loss):
+        raise Diverged(
+            f"the loss is {loss} in epoch {epoch + 1}, step {step}; the last good weights are in "
+            f"{checkpoints}; a lower --lr or --clip 1 may help"
+        )
+
+
+def interruption(epoch: int, step: int, folder: Path, number: int) -> Interrupted:
+    """Epochs and steps are the complete ones."""
+    return Interrupted(
+        f"stopped and saved in epoch {epoch + 1}, after step {step}; "
+        f"continue with: selfconv train --out {folder} --resume",
+        number,
+    )
+
+
+def out_of_memory(epoch: int, step: int, batch_size: int, part: int, checkpoints: Path) -> OutOfMemory:
+    """Args: the images of a step, and of the part of it that is computed at a time."""
+    return OutOfMemory(
+        f"out of memory in epoch {epoch + 1}, step {step + 1}, with {part} images at a time; --accumulate "
+        f"{2 * batch_size // part} takes half as many and learns the same but for batch norm, and a lower "
+        f"--batch-size or --image-size needs less too; the checkpoints in {checkpoints} are kept"
+    )
+
+
+class StopSignals:
+    """Within the context, the first SIGINT or SIGTERM is stored in ``number``; a second one raises.
+
+    Args:
+        insistent: whether a second signal raises KeyboardInterrupt. False in a process that receives one
+            Ctrl-C twice, from the terminal and from its parent.
+    """
+
+    def __init__(self, *, insistent: bool = True) -> None:
+        self.number = 0
+        self._insistent, self._at_once = insistent, False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        second, self.number = self.number != 0, self.number or number
+        if self._at_once:
+            self._at_once = False
+            raise Interrupted("stopped", self.number)
+        if second and self._insistent:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Within this context a signal, even an earlier one, raises Interrupted: nothing has to be saved."""
+        self._at_once = True
+        try:
+            if self.number:
+                raise Interrupted("stopped", self.number)
+            yield
+        finally:
+            self._at_once = False
+
+    def __enter__(self) -> StopSignals:
+        self._before = {}
+        if threading.current_thread() is threading.main_thread():  # others cannot receive signals
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,76 @@
+"""What a model answered for each image: a table in CSV, and the most confident mistakes as pictures."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from selfconv._text import escape_for_terminal
+from selfconv.data import Split, visible_channels
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SHOWN = 24  # mistakes on the contact sheet
+COLUMNS = 6
+
+
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """The probabilities ``[N, classes]`` that a model gives the images of a split."""
+
+    split: Split
+    probabilities: Tensor
+    class_names: list[str]
+
+    def to_csv(self) -> str:
+        """A line for each image: its name, its class, the answer, and the probability of every class."""
+        text = io.StringIO()
+        table = csv.writer(text, lineterminator="\n")
+        table.writerow(["image", "class", "answer", "probability", *self.class_names])
+        names = self.split.names if self.split.names else range(len(self.split))
+        rows = zip(names, self.split.labels.tolist(), self.probabilities.tolist(), strict=True)
+        for name, label, row in rows:
+            answer = row.index(max(row))
+            table.writerow([name, self.class_names[label], self.class_names[answer], row[answer], *row])
+        return text.getvalue()
+
+    def mistakes(self) -> Tensor:
+        """The numbers of the images that were answered wrongly, the most confident first."""
+        confidence, answer = self.probabilities.max(1)
+        wrong = (answer != self.split.labels.cpu()).nonzero()[:, 0]
+        return wrong[confidence[wrong].argsort(descending=True, stable=True)]
+
+    def mistakes_figure(self, data: str) -> Figure:
+        """The most confident mistakes: each image, its class, and the answer with its probability."""
+        from matplotlib.figure import Figure
+
+        wrong = self.mistakes()
+        shown = wrong[:SHOWN]
+        rows = max(1, math.ceil(len(shown) / COLUMNS))
+        figure = Figure(figsize=(1.7 * COLUMNS, 2.1 * rows + 0.6), layout="constrained")
+        title = f"{escape_for_terminal(data)}: {len(wrong)} of {len(self.split)} images answered wrongly"
+        if len(wrong) > SHOWN:
+            title += f"; the {SHOWN} most confident"
+        figure.suptitle(title, parse_math=False)
+        for place, index in enumerate(shown.tolist()):
+            axes = figure.add_subplot(rows, COLUMNS, place + 1)
+            image = self.split.read(torch.tensor([index], device=self.split.device))[0].cpu()
+            picture = image[: visible_channels(len(image))].float() / self.split.levels
+            axes.imshow(picture.permute(1, 2, 0).numpy(), cmap="gray", vmin=0, vmax=1)
+            axes.axis("off")
+            probability, answer = self.probabilities[index].max(0)
+            names = [self._short(int(c)) for c in (self.split.labels[index], answer)]
+            text = f"{names[0]}\ntaken for {names[1]}, {float(probability):.0%}"
+            axes.set_title(text, fontsize=8, parse_math=False)
+        return figure
+
+    def _short(self, label: int) -> str:
+        name = escape_for_terminal(self.class_names[label])
+        return name if len(name) <= 18 else f"{name[:17]}…"

@@ -1,0 +1,107 @@
+"""The figure of a decision: where the evidence for the two most probable classes lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from selfconv.visualize._draw import (
+    MEDIUM,
+    SIGNED,
+    SMALL,
+    bare,
+    colour_bar,
+    draw_image,
+    headline,
+    limit_of,
+    new_figure,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LARGEST_GRID = 8  # up to so many rows the values are printed into their cells
+
+
+def explanation_figure(
+    image: Tensor, activation: Tensor, occlusion: Tensor, class_names: Sequence[str], truth: str | None = None
+) -> Figure:
+    """Why a network decided as it did: evidence for its answer, for the runner-up, and their difference.
+
+    Args:
+        image: to be shown.
+        activation: ``[num_classes, h, w]`` of ``class_activation_maps``.
+        occlusion: ``[num_classes, cells, cells]`` of ``occlusion_maps``.
+        truth: the true class, if it is known.
+    """
+    logits = activation.sum((1, 2))
+    probabilities = logits.softmax(0)
+    best = logits.argsort(descending=True)[:2].tolist()
+    names = [shorten(class_names[n]) for n in best]
+    rows = [(f"for “{name}”", activation[n], occlusion[n]) for n, name in zip(best, names, strict=True)]
+    sums = [f"sum {_signed(logits[n])} = its logit" for n in best]
+    if len(best) == 2:
+        against = [x[best[0]] - x[best[1]] for x in (activation, occlusion)]
+        rows.append((f"“{names[0]}” rather\nthan “{names[1]}”", against[0], against[1]))
+        sums.append(f"sum {_signed(logits[best[0]] - logits[best[1]])}")
+    figure = new_figure(7.9, 2.55 * len(rows) + 1.25)
+    grid = figure.subplots(len(rows), 5, squeeze=False, width_ratios=[1, 1, 0.05, 1, 0.05])
+    for row, (name, evidence, falls), total in zip(grid, rows, sums, strict=True):
+        draw_image(row[0], image)
+        row[0].set_ylabel(name, fontsize=MEDIUM)
+        for place, bar, values in ((row[1], row[2], evidence), (row[3], row[4], falls)):
+            shown = draw_overlay(place, image, values, limit_of(values))
+            colour_bar(figure, shown, bar, inside=True)
+        row[1].set_xlabel(total, fontsize=MEDIUM)
+    row = grid[0]
+    row[0].set_title("image", fontsize=MEDIUM)
+    row[1].set_title("class activation map:\nwhat each place adds to the logit", fontsize=MEDIUM)
+    row[3].set_title("occlusion: by how much the logit\nfalls if that part is covered", fontsize=MEDIUM)
+    said = "" if truth is None else f"; the true class is “{shorten(truth)}”"
+    headline(
+        figure,
+        f"The network answers “{names[0]}” with {float(probabilities[best[0]]):.1%}{said}",
+        "Purple speaks for the class, orange against it",
+    )
+    return figure
+
+
+def draw_overlay(axes: Axes, image: Tensor, values: Tensor, limit: float) -> Any:
+    """Signed values over an image, the stronger the less of it shows through; small grids as numbers too."""
+    import matplotlib
+
+    grey = image.float().mean(0, keepdim=True)
+    draw_image(axes, 0.35 + 0.65 * grey)
+    h, w = image.shape[-2:]
+    numbers = values.detach().cpu().double().numpy()
+    colours = matplotlib.colormaps[SIGNED]((numbers / limit + 1) / 2)
+    colours[..., 3] = 0.15 + 0.75 * np.abs(numbers) / limit
+    extent = (-0.5, w - 0.5, h - 0.5, -0.5)
+    axes.imshow(colours, extent=extent, interpolation="nearest")
+    if len(numbers) <= LARGEST_GRID:
+        rows, columns = numbers.shape
+        for i, j in np.ndindex(rows, columns):
+            place = (j + 0.5) * w / columns - 0.5, (i + 0.5) * h / rows - 0.5
+            strong = abs(numbers[i, j]) > 0.55 * limit
+            axes.text(
+                *place,
+                _signed(numbers[i, j], 1 if rows > 4 else 2),
+                ha="center",
+                va="center",
+                fontsize=SMALL - 3 if rows > 4 else SMALL - 1,
+                color="white" if strong else "black",
+            )
+    bare(axes)
+    return matplotlib.cm.ScalarMappable(matplotlib.colors.Normalize(-limit, limit), SIGNED)
+
+
+def shorten(name: str, length: int = 14) -> str:
+    return name if len(name) <= length else f"{name[: length - 1]}…"
+
+
+def _signed(value: Any, digits: int = 2) -> str:
+    return f"{float(value):.{digits}f}".replace("-", "−")

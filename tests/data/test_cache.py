@@ -1,0 +1,225 @@
+"""Data larger than memory: decoded once into a memory-mapped file, with the same bits as in memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+import torch
+from PIL import Image
+
+from selfconv.data import Augment, Batches, DataError, Dataset, load_data
+from selfconv.data import decoding as decoding_module
+
+RANDOM = np.random.default_rng(0)
+
+
+def gallery(root: Path, kind: str, count: int = 30) -> Path:
+    for label in "ab":
+        (root / label).mkdir(parents=True)
+        for i in range(count):
+            if kind == "deep":
+                tifffile.imwrite(root / label / f"{i:03}.tif", RANDOM.integers(0, 3000, (9, 9), np.uint16))
+            else:
+                shape = (9, 9, 3) if kind == "colour" else (9, 9)
+                pixels = RANDOM.integers(0, 256, shape, np.uint8)
+                pixels = np.stack([pixels] * 3, -1) if kind == "grey" else pixels
+                Image.fromarray(pixels).save(root / label / f"{i:03}.png")
+    return root
+
+
+def batches(data: Dataset) -> list[torch.Tensor]:
+    made = Batches(
+        data.train, 8, mean=data.mean, std=data.std, augment=Augment(flip=True, pad=1), shuffle=True, seed=3
+    )
+    return [part for epoch in (0, 1) for batch in made.epoch(epoch) for part in batch]
+
+
+def same(a: Dataset, b: Dataset) -> bool:
+    assert (a.digest, a.mean, a.std, a.pixels) == (b.digest, b.mean, b.std, b.pixels)
+    assert a.val.names == b.val.names
+    for part in ("train", "val", "test"):
+        left, right = getattr(a, part), getattr(b, part)
+        assert left.images.dtype == right.images.dtype
+        assert torch.equal(left.images, right.images)
+        assert torch.equal(left.labels, right.labels)
+    return all(torch.equal(x, y) for x, y in zip(batches(a), batches(b), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["grey", "plain", "colour", "deep"])
+def test_same_bits_as_in_memory(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding_module, "CHUNK", 2000)  # so that there are several chunks
+    root = gallery(tmp_path / "cells", kind)
+    inside = load_data(root, cache=tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+    outside = load_data(root, memory=1000, cache=tmp_path / "cache")
+    assert outside.train._stored.mapped  # type: ignore[union-attr]
+    assert same(inside, outside)
+    assert same(inside.with_fewer(20, 0), outside.with_fewer(20, 0))
+    monkeypatch.setattr(decoding_module, "decode", None)  # no image is decoded again
+    assert same(inside, load_data(root, memory=1000, cache=tmp_path / "cache"))
+    assert same(inside, load_data(root, cache=tmp_path / "cache"))
+
+
+def test_a_changed_file_or_option_is_decoded_again(tmp_path: Path) -> None:
+    root = gallery(tmp_path / "cells", "plain")
+
+    def load(**options: Any) -> Dataset:
+        return load_data(root, memory=0, cache=tmp_path / "cache", **options)
+
+    before = load()
+    assert load(image_size=5).size == 5
+    assert load(pixel_range="0,100").train.levels == 100
+    path = root / "a" / "000.png"
+    stat = path.stat()
+    Image.fromarray(RANDOM.integers(0, 256, (9, 9), np.uint8)).save(path)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert load().digest != before.digest
+    assert len([*(tmp_path / "cache" / "images").iterdir()]) == 4
+
+
+def test_resumes_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding_module, "CHUNK", 1000)
+    root = gallery(tmp_path / "cells", "plain")
+    inside, decode, decoded = load_data(root), decoding_module.decode, []
+
+    def until(limit: int) -> Any:
+        def one(item: Any, *args: Any) -> Any:
+            decoded.append(item.name)
+            if len(decoded) > limit:
+                raise KeyboardInterrupt
+            return decode(item, *args)
+
+        return one
+
+    monkeypatch.setattr(decoding_module, "decode", until(40))
+    with pytest.raises(KeyboardInterrupt):
+        load_data(root, memory=0, cache=tmp_path / "cache")
+    (journal,) = (tmp_path / "cache").rglob("chunks.jsonl")
+    with open(journal, "a") as file:
+        file.write('{"number": 7, "gr')  # a line that was cut off
+    first = len(decoded)
+    decoded.clear()
+    monkeypatch.setattr(decoding_module, "decode", until(1000))
+    assert same(inside, load_data(root, memory=0, cache=tmp_path / "cache"))
+    assert first + len(decoded) < 80  # of 60 images: some were not decoded again
+
+
+def test_several_processes_share_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, decode, decoded = gallery(tmp_path / "cells", "plain"), decoding_module.decode, []
+
+    def count(item: Any, *args: Any) -> Any:
+        decoded.append(item.name)
+        time.sleep(0.002)
+        return decode(item, *args)
+
+    monkeypatch.setattr(decoding_module, "decode", count)
+    with ThreadPoolExecutor(3) as pool:
+        found = [*pool.map(lambda _: load_data(root, memory=0, cache=tmp_path / "cache"), range(3))]
+    assert len({data.digest for data in found}) == 1
+    assert sorted(decoded) == sorted({*decoded})  # each image once
+
+
+def test_killed(tmp_path: Path) -> None:
+    """A process that is killed leaves nothing that another one takes for complete."""
+    root = gallery(tmp_path / "cells", "plain")
+    script = (
+        "import sys, time; from selfconv.data import load_data, decoding;"
+        "decoding.CHUNK = 1000; real = decoding.decode;"
+        "decoding.decode = lambda *a: (time.sleep(0.02), real(*a))[1];"
+        f"load_data({str(root)!r}, memory=0, cache={str(tmp_path / 'cache')!r})"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script])
+    deadline = time.monotonic() + 60
+    while not [*(tmp_path / "cache").rglob("chunks.jsonl")] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not [*(tmp_path / "cache").rglob("done.json")]
+    assert same(load_data(root), load_data(root, memory=0, cache=tmp_path / "cache"))
+
+
+def test_damage(tmp_path: Path) -> None:
+    root = gallery(tmp_path / "cells", "plain")
+    load_data(root, memory=0, cache=tmp_path / "cache")
+    (done,) = (tmp_path / "cache").rglob("done.json")
+    (done.parent / "images").write_bytes(b"short")
+    with pytest.raises(DataError, match=r"expected decoded images .*: delete this folder"):
+        load_data(root, memory=0, cache=tmp_path / "cache")
+    done.write_text("{}")
+    with pytest.raises(DataError, match="delete this folder"):
+        load_data(root, memory=0, cache=tmp_path / "cache")
+
+
+def test_unreadable_images_are_named(tmp_path: Path) -> None:
+    root = gallery(tmp_path / "cells", "plain")
+    (root / "a" / "003.png").write_bytes(b"nothing")
+    with pytest.raises(DataError, match=r"1 of 60 images cannot be read: a/003.png \(not an image"):
+        load_data(root, memory=0, cache=tmp_path / "cache")
+
+
+def test_memory_is_a_number_of_bytes() -> None:
+    with pytest.raises(DataError, match="memory: expected a number of bytes ≥ 0; got -1"):
+        load_data("digits", memory=-1)
+
+
+class TestParquet:
+    """Through Hugging Face datasets, from files: nothing is downloaded."""
+
+    def write(self, root: Path, path: Path, start: int, label: str = "label", **extra: Any) -> None:
+        import datasets
+
+        files = [file for file in sorted(root.rglob("*.png")) if start <= int(file.stem) < start + 10]
+        columns: dict[str, Any] = {
+            "image": [{"bytes": file.read_bytes(), "path": None} for file in files],
+            label: [file.parent.name for file in files],
+        } | {name: [f(file) for file in files] for name, f in extra.items()}
+        made = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
+        made.to_parquet(path)
+
+    def test_files(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        import datasets
+
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+        root = gallery(tmp_path / "cells", "colour")
+        folder = tmp_path / "parquet"
+        folder.mkdir()
+        self.write(root, folder / "train-0.parquet", 0)
+        self.write(root, folder / "train-1.parquet", 10)
+        self.write(root, folder / "test.parquet", 20)
+        data = load_data(folder)
+        assert (data.class_names, len(data.test), len(data.train) + len(data.val)) == (("a", "b"), 20, 40)
+        expected = np.stack(
+            [np.array(Image.open(root / "ab"[i // 10] / f"{20 + i % 10:03}.png")) for i in range(20)]
+        )
+        assert np.array_equal(data.test.images.permute(0, 2, 3, 1), expected)
+        mapped = load_data(folder, memory=0, cache=tmp_path / "cache")
+        assert same(data, mapped)
+
+    def test_one_file_with_groups(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        import datasets
+
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+        root = gallery(tmp_path / "cells", "plain", 10)
+        self.write(root, tmp_path / "x.parquet", 0, slide=lambda file: int(file.stem) // 2)
+        data = load_data(tmp_path / "x.parquet", group_by="slide")
+        assert (len(data.train), len(data.val), len(data.test)) == (12, 4, 4)
+        with pytest.raises(DataError, match="expected one of the columns image, label, slide; got 'patient'"):
+            load_data(tmp_path / "x.parquet", group_by="patient")
+        self.write(root, tmp_path / "y.parquet", 0, label="kind")
+        with pytest.raises(DataError, match="expected a column 'label'; got image, kind"):
+            load_data(tmp_path / "y.parquet")
+        (tmp_path / "z.parquet").write_bytes(b"PAR1")
+        with pytest.raises(DataError, match=r"z.parquet: cannot be loaded by datasets"):
+            load_data(tmp_path / "z.parquet")
+        with pytest.raises(DataError, match="expected hf:NAME; got 'hf:'"):
+            load_data("hf:")

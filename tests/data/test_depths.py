@@ -1,0 +1,322 @@
+"""Images as instruments make them: deep, with many channels, in one range for the whole data set."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import imagecodecs
+import numpy as np
+import pytest
+import tifffile
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from PIL import Image
+
+from selfconv.data import DataError, PixelRange, load_data, read_image
+from selfconv.data.images import Item, read_values
+from selfconv.data.pixels import choose_range
+
+RANDOM = np.random.default_rng(0)
+
+
+def noise(*shape: int, dtype: Any = np.uint16, high: int = 4096) -> np.ndarray:
+    return RANDOM.integers(0, high, shape).astype(dtype)
+
+
+def gallery(root: Path, count: int = 10, **options: Any) -> dict[str, np.ndarray]:
+    """A TIFF folder of two classes; returns the values by name."""
+    values = {}
+    for label in "ab":
+        (root / label).mkdir(parents=True)
+        for i in range(count):
+            values[f"{label}/{i}.tif"] = noise(8, 8, **options)
+            tifffile.imwrite(root / label / f"{i}.tif", values[f"{label}/{i}.tif"])
+    return values
+
+
+def check_values(data: Any, values: dict[str, np.ndarray]) -> None:
+    """Every image is stored as it is in its file."""
+    seen = 0
+    for split in (data.train, data.val, data.test):
+        for image, name in zip(split.images, split.names, strict=True):
+            assert np.array_equal(image.permute(1, 2, 0).squeeze(-1).numpy(), values[name])
+            seen += 1
+    assert seen == len(values)
+
+
+class TestFiles:
+    """Values equal to what tifffile and NumPy give."""
+
+    @pytest.mark.parametrize(
+        ("array", "options"),
+        [
+            (noise(6, 5), {}),
+            (noise(6, 5), {"compression": "lzw"}),
+            (noise(6, 5), {"compression": "deflate", "predictor": True}),
+            (noise(6, 5), {"byteorder": ">"}),
+            (noise(6, 5, 3, high=65536), {"photometric": "rgb"}),
+            (noise(6, 5, 4), {"photometric": "minisblack", "planarconfig": "contig"}),
+            (
+                noise(6, 5, 7, dtype=np.uint8, high=256),
+                {"photometric": "minisblack", "planarconfig": "contig"},
+            ),
+            (noise(6, 5, dtype=np.int32, high=1_000_000), {}),
+            (noise(6, 5, dtype=np.uint32, high=2**31), {}),
+            (noise(6, 5).astype(np.float32) / 7, {}),
+            (noise(6, 5).astype(np.float16), {}),
+            (noise(6, 5, dtype=np.int16), {}),
+        ],
+    )
+    def test_tiff(self, tmp_path: Path, array: np.ndarray, options: dict[str, Any]) -> None:
+        tifffile.imwrite(tmp_path / "x.tif", array, **options)
+        found = read_values(Item("x", tmp_path / "x.tif"))
+        assert np.array_equal(
+            found.squeeze(-1) if array.ndim == 2 else found, tifffile.imread(tmp_path / "x.tif")
+        )
+
+    @pytest.mark.parametrize("channels", [2, 4, 16])
+    def test_channels_as_pages(self, tmp_path: Path, channels: int) -> None:
+        array = noise(channels, 20, 18)
+        tifffile.imwrite(tmp_path / "a.tif", array, photometric="minisblack")
+        tifffile.imwrite(tmp_path / "b.ome.tif", array, metadata={"axes": "CYX"}, photometric="minisblack")
+        tifffile.imwrite(tmp_path / "c.tif", array, imagej=True, metadata={"axes": "CYX"})
+        for name in ("a.tif", "b.ome.tif", "c.tif"):
+            assert np.array_equal(read_values(Item("x", tmp_path / name)), array.transpose(1, 2, 0))
+
+    @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32, np.float32])
+    @pytest.mark.parametrize("shape", [(6, 5), (6, 5, 1), (6, 5, 3), (6, 5, 9)])
+    def test_npy(self, tmp_path: Path, dtype: Any, shape: tuple[int, ...]) -> None:
+        array = noise(*shape, dtype=dtype, high=200)
+        np.save(tmp_path / "x.npy", array)
+        assert np.array_equal(read_values(Item("x", tmp_path / "x.npy")), array.reshape(6, 5, -1))
+
+    @pytest.mark.parametrize("shape", [(6, 5), (6, 5, 3)])
+    def test_deep_png(self, tmp_path: Path, shape: tuple[int, ...]) -> None:
+        array = noise(*shape, high=65536)
+        (tmp_path / "x.png").write_bytes(imagecodecs.png_encode(array))
+        assert np.array_equal(read_values(Item("x", tmp_path / "x.png")), array.reshape(6, 5, -1))
+
+    def test_deep_pgm(self, tmp_path: Path) -> None:
+        array = noise(6, 5, high=65536)
+        (tmp_path / "x.pgm").write_bytes(b"P5\n5 6\n65535\n" + array.astype(">u2").tobytes())
+        assert np.array_equal(read_values(Item("x", tmp_path / "x.pgm"))[..., 0], array)
+
+    def test_alpha_only_where_the_format_says_so(self, tmp_path: Path) -> None:
+        array = np.zeros((4, 4, 4), np.uint16)
+        array[..., 3] = [0, 0, 65535, 65535]
+        tifffile.imwrite(tmp_path / "alpha.tif", array, photometric="rgb", extrasamples=["unassalpha"])
+        tifffile.imwrite(tmp_path / "four.tif", array, photometric="rgb", extrasamples=["unspecified"])
+        (tmp_path / "alpha.png").write_bytes(imagecodecs.png_encode(array))
+        for name in ("alpha.tif", "alpha.png"):
+            shown = read_values(Item("x", tmp_path / name))
+            assert shown.shape == (4, 4, 3)
+            assert shown[0, :, 0].tolist() == [65535, 65535, 0, 0]
+        assert np.array_equal(read_values(Item("x", tmp_path / "four.tif")), array)
+
+    def test_eight_bits_with_four_channels(self, tmp_path: Path) -> None:
+        array = noise(8, 8, 4, dtype=np.uint8, high=256)
+        tifffile.imwrite(tmp_path / "x.tif", array, photometric="rgb", extrasamples=["unspecified"])
+        assert np.array_equal(read_image(tmp_path / "x.tif", 8, 4).permute(1, 2, 0), array)
+        with pytest.raises(DataError, match=r"x.tif: expected 3 channels; got 4$"):
+            read_image(tmp_path / "x.tif", 8, 3)
+
+    def test_upright(self, tmp_path: Path) -> None:
+        array = noise(6, 5)
+        picture = Image.fromarray((array >> 4).astype(np.uint8))
+        for orientation in range(1, 9):
+            tifffile.imwrite(tmp_path / "x.tif", array, extratags=[(274, 3, 1, orientation, True)])
+            exif = Image.Exif()
+            exif[274] = orientation
+            picture.save(tmp_path / "x.png", exif=exif)
+            shallow = read_values(Item("x", tmp_path / "x.png"))[..., 0]
+            assert np.array_equal(read_values(Item("x", tmp_path / "x.tif"))[..., 0] >> 4, shallow)
+
+    @pytest.mark.parametrize(
+        ("array", "options", "why"),
+        [
+            (
+                noise(3, 20, 18),
+                {"imagej": True, "metadata": {"axes": "ZYX"}},
+                r"got a stack \(Z 3, Y 20, X 18\)",
+            ),
+            (noise(17, 20, 18), {"photometric": "minisblack"}, r"expected 1 to 16 channels; got 17 \(QYX\)"),
+            (noise(6, 5).astype(np.complex64), {}, "expected integers or floating point; got complex64"),
+        ],
+    )
+    def test_refused_tiffs(self, tmp_path: Path, array: Any, options: dict[str, Any], why: str) -> None:
+        tifffile.imwrite(tmp_path / "x.tif", array, **options)
+        with pytest.raises(DataError, match=f"x.tif: .*{why}"):
+            read_image(tmp_path / "x.tif", 4, 1)
+
+    @pytest.mark.parametrize(
+        ("array", "why"),
+        [
+            (np.zeros((2, 3, 4, 5, 6)), r"expected \[H, W\] .*; got \[2, 3, 4, 5, 6\]"),
+            (np.zeros(7), r"got \[7\]"),
+            (np.full((4, 4), np.nan), "expected finite values; got infinite ones or nan"),
+            (np.array([["a"]]), "expected integers or floating point; got <U1"),
+        ],
+    )
+    def test_refused_arrays(self, tmp_path: Path, array: np.ndarray, why: str) -> None:
+        np.save(tmp_path / "x.npy", array)
+        with pytest.raises(DataError, match=why):
+            read_image(tmp_path / "x.npy", 4, 1, pixels=PixelRange(None, 0, 1))
+
+    def test_damaged(self, tmp_path: Path) -> None:
+        buffer = io.BytesIO()
+        tifffile.imwrite(buffer, noise(40, 40), compression="lzw")
+        np.save(tmp_path / "x.npy", noise(40, 40))
+        whole = {
+            "x.tif": buffer.getvalue(),
+            "x.png": imagecodecs.png_encode(noise(40, 40, high=65536)),
+            "x.npy": (tmp_path / "x.npy").read_bytes(),
+        }
+        for name, content in whole.items():
+            for keep in (30, len(content) // 2):
+                (tmp_path / name).write_bytes(content[:keep])
+                with pytest.raises(
+                    DataError, match=r"^[^\n]*(damaged|not an image|expected an array)[^\n]*$"
+                ):
+                    read_image(tmp_path / name, 4, 1, pixels=PixelRange("uint16", 0, 4095))
+        np.save(tmp_path / "x.npy", np.array([{}]), allow_pickle=True)
+        with pytest.raises(DataError, match=r"expected an array in an .npy file"):
+            read_image(tmp_path / "x.npy", 4, 1)
+
+
+class TestRange:
+    def test_twelve_bits(self, tmp_path: Path) -> None:
+        values = gallery(tmp_path / "cells")
+        values["a/0.tif"][0, 0] = 4095
+        tifffile.imwrite(tmp_path / "cells" / "a" / "0.tif", values["a/0.tif"])
+        data = load_data(tmp_path / "cells")
+        assert data.train.images.dtype == torch.uint16
+        assert data.pixels == PixelRange("uint16", 0, 4095)
+        check_values(data, values)
+        pixels = data.train.images.double() / 4095
+        assert data.mean[0] == pytest.approx(pixels.mean().item(), rel=1e-12)
+        assert data.std[0] == pytest.approx(pixels.std(correction=0).item(), rel=1e-12)
+
+    def test_bytes_in_sixteen_bits(self, tmp_path: Path) -> None:
+        values = gallery(tmp_path / "cells", high=256)
+        data = load_data(tmp_path / "cells")
+        assert data.train.images.dtype == torch.uint8  # nothing is lost
+        assert data.pixels == PixelRange("uint16", 0, 255)
+        check_values(data, values)
+
+    def test_thirty_two_bits(self, tmp_path: Path) -> None:
+        values = gallery(tmp_path / "cells", dtype=np.int32, high=10_000_000)
+        data = load_data(tmp_path / "cells")
+        low, high = min(v.min() for v in values.values()), max(v.max() for v in values.values())
+        assert (data.pixels.low, data.pixels.high, data.pixels.levels) == (low, high, 65535)
+        scaled = {name: np.rint((v - low) / (high - low) * 65535) for name, v in values.items()}
+        check_values(data, scaled)
+
+    def test_floating_point(self, tmp_path: Path) -> None:
+        values = gallery(tmp_path / "cells", dtype=np.float32, high=2)
+        data = load_data(tmp_path / "cells", pixel_range="-0.5,1.5")
+        check_values(data, {name: np.rint((v + 0.5) / 2 * 65535) for name, v in values.items()})
+
+    def test_values_outside_are_clipped(self, tmp_path: Path) -> None:
+        values = gallery(tmp_path / "cells", dtype=np.uint8, high=256)
+        data = load_data(tmp_path / "cells", pixel_range="10,200")
+        assert data.train.levels == 190
+        check_values(data, {name: np.clip(v, 10, 200) - 10 for name, v in values.items()})
+
+    def test_types(self, tmp_path: Path) -> None:
+        values = gallery(tmp_path / "cells")
+        values["b/8.tif"] = noise(8, 8, dtype=np.uint8, high=256)
+        tifffile.imwrite(tmp_path / "cells" / "b" / "8.tif", values["b/8.tif"])
+        with pytest.raises(
+            DataError, match="expected values of one type; got uint16, uint8: give --range dtype"
+        ):
+            load_data(tmp_path / "cells")
+        tifffile.imwrite(tmp_path / "cells" / "b" / "8.tif", noise(8, 8))
+        with pytest.warns(UserWarning, match=r"use \d+ of 65536 levels"):
+            load_data(tmp_path / "cells", pixel_range="dtype")
+
+    def test_mixed_types(self, tmp_path: Path) -> None:
+        values = gallery(tmp_path / "cells", high=65536)
+        tifffile.imwrite(tmp_path / "cells" / "b" / "8.tif", deep := noise(8, 8, dtype=np.uint8, high=256))
+        check_values(
+            load_data(tmp_path / "cells", pixel_range="dtype"),
+            values | {"b/8.tif": deep.astype(np.uint16) * 257},
+        )
+
+    def test_few_levels_are_told(self, tmp_path: Path) -> None:
+        gallery(tmp_path / "dim", dtype=np.uint8, high=13)
+        with pytest.warns(
+            UserWarning,
+            match=r"dim: the images use 13 of 256 levels, from 0 to 12, of the range 0 to 255: --range LOW",
+        ):
+            load_data(tmp_path / "dim")
+
+    def test_bad_ranges(self, tmp_path: Path) -> None:
+        for text in ("", "full", "1", "1,2,3", "5,5", "9,2", "nan,1", "0,inf"):
+            with pytest.raises(DataError, match=r"^range: expected auto, dtype, or LOW,HIGH .*; got '"):
+                load_data(tmp_path, pixel_range=text)
+        with pytest.raises(DataError, match="range: expected images of your own for it; got digits"):
+            load_data("digits", pixel_range="dtype")
+
+    def test_resized_in_their_own_depth(self, tmp_path: Path) -> None:
+        ramp = np.linspace(0, 4095, 32).round().astype(np.uint16)[None].repeat(32, 0)
+        tifffile.imwrite(tmp_path / "x.tif", ramp)
+        small = read_image(tmp_path / "x.tif", 8, 1, pixels=PixelRange("uint16", 0, 4095))[0]
+        byte = Image.fromarray(np.rint(ramp / 4095 * 255).astype(np.uint8)).resize(
+            (8, 8), Image.Resampling.BILINEAR
+        )
+        assert np.abs(small.numpy() / 4095 - np.array(byte) / 255).max() < 1 / 255
+        assert len(np.unique(small.numpy() % 16)) > 2  # finer than 8 bits
+
+    @given(
+        arrays.arrays(
+            st.sampled_from([np.uint8, np.uint16, np.int16, np.int32, np.uint32]), (3, 4, 2), elements=None
+        )
+    )
+    def test_what_is_stored_is_the_nearest_level(self, values: np.ndarray) -> None:
+        chosen = choose_range(
+            "auto", [values.dtype.name], lambda: (float(values.min()), float(values.max())), "x"
+        )
+        stored = np.rint(chosen.scale(values))
+        assert stored.min() >= 0
+        assert stored.max() <= chosen.levels <= 65535
+        back = stored / chosen.levels * (chosen.high - chosen.low) + chosen.low
+        assert np.abs(back - values).max() <= (0 if chosen.levels < 65535 else 0.5 / 65535) * (
+            chosen.high - chosen.low
+        ) + 1e-9 * max(1.0, abs(chosen.high))
+
+
+class TestChannels:
+    @pytest.mark.parametrize("channels", [2, 4, 5, 16])
+    def test_folder(self, tmp_path: Path, channels: int) -> None:
+        stack = noise(20, 8, 8, channels, dtype=np.uint8, high=256)
+        for label, part in (("a", stack[:10]), ("b", stack[10:])):
+            (tmp_path / label).mkdir()
+            np.save(tmp_path / label / "cells.npy", part)
+        data = load_data(tmp_path)
+        assert data.in_channels == channels
+        assert f"8×8, {channels} channels, 2 classes" in str(data)
+        both = {f"a/cells.npy[{i}]": stack[i] for i in range(10)} | {
+            f"b/cells.npy[{i}]": stack[10 + i] for i in range(10)
+        }
+        check_values(data, both)
+
+    def test_as_many_in_every_image(self, tmp_path: Path) -> None:
+        gallery(tmp_path, dtype=np.uint8, high=256)
+        np.save(tmp_path / "a" / "five.npy", noise(8, 8, 5, dtype=np.uint8, high=256))
+        with pytest.raises(DataError, match=r"expected images of as many channels; got 1, 5 \(a/five.npy\)"):
+            load_data(tmp_path)
+
+    def test_npz(self, tmp_path: Path) -> None:
+        stack = noise(20, 8, 8, 4)
+        labels = np.arange(20) % 2
+        np.savez(
+            tmp_path / "x.npz", x_train=stack[:12], y_train=labels[:12], x_test=stack[12:], y_test=labels[12:]
+        )
+        data = load_data(tmp_path / "x.npz", validation=0)
+        assert np.array_equal(data.train.images.permute(0, 2, 3, 1), stack[:12])
+        assert data.test.names[3] == "x_test[3]"
+        assert data.pixels == PixelRange("uint16", 0, 4095)

@@ -1,0 +1,148 @@
+"""Splits that do not leak: groups that stay together, identical images on both sides, lists of images."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from selfconv.data import DataError, load_data
+from selfconv.data.splits import stratified_groups
+
+RANDOM = np.random.default_rng(0)
+
+
+def slides(root: Path, slides: int = 10, each: int = 4) -> Path:
+    for label in "ab":
+        (root / label).mkdir(parents=True)
+        for slide in range(slides):
+            for cell in range(each):
+                pixels = RANDOM.integers(0, 256, (8, 8), np.uint8)
+                Image.fromarray(pixels).save(root / label / f"slide{slide}_{cell}.png")
+    return root
+
+
+def slide(name: str) -> str:
+    return name.partition("_")[0].rpartition("slide")[2]
+
+
+class TestGroups:
+    def test_folder(self, tmp_path: Path) -> None:
+        data = load_data(slides(tmp_path / "cells"), group_by=r"slide(\d+)_")
+        parts = [{slide(name) for name in split.names} for split in (data.train, data.val, data.test)]
+        assert sum(map(len, parts)) == len(set.union(*parts)) == 10
+        assert [len(split) for split in (data.train, data.val, data.test)] == [56, 8, 16]
+        other = load_data(tmp_path / "cells", group_by=r"slide(\d+)_", seed=3)
+        assert {slide(name) for name in other.test.names} == parts[2]
+        assert {slide(name) for name in other.val.names} != parts[1]
+
+    def test_the_whole_match_without_parentheses(self, tmp_path: Path) -> None:
+        data = load_data(slides(tmp_path), group_by=r"slide\d")
+        assert not {slide(n) for n in data.train.names} & {slide(n) for n in data.test.names}
+
+    def test_errors(self, tmp_path: Path) -> None:
+        root = slides(tmp_path / "cells")
+        for pattern, why in [
+            ("(", r"group_by: expected a regular expression; got '\('"),
+            ("patient", "expected 'patient' in the name of every file; not in a/slide0_0.png"),
+            (".", "got 1 group, 'a' first|expected enough groups"),
+        ]:
+            with pytest.raises(DataError, match=why):
+                load_data(root, group_by=pattern)
+        with pytest.raises(DataError, match="group_by: expected images of your own for it; got digits"):
+            load_data("digits", group_by="x")
+        parts = tmp_path / "parts"
+        for part in ("train", "test"):
+            shutil.copytree(root, parts / part)
+        with pytest.raises(DataError, match="expected each group in one part; '0' is in train and in test"):
+            load_data(parts, group_by=r"slide(\d)")
+
+    @given(
+        st.lists(st.tuples(st.integers(0, 2), st.integers(0, 12)), min_size=40, max_size=120),
+        st.floats(0.1, 0.4),
+        st.integers(0, 5),
+    )
+    def test_groups_stay_together(self, members: list[tuple[int, int]], fraction: float, seed: int) -> None:
+        labels, groups = np.array([c for c, _ in members]), [str(g) for _, g in members]
+        try:
+            rest, aside = stratified_groups(labels, fraction, seed, groups)
+        except DataError:
+            return
+        assert sorted([*rest, *aside]) == [*range(len(members))]
+        assert not {groups[i] for i in rest} & {groups[i] for i in aside}
+        assert {*labels[rest]} == {*labels}
+
+
+class TestCopies:
+    def test_identical_images_are_told(self, tmp_path: Path) -> None:
+        root = slides(tmp_path / "cells")
+        for part in ("train", "test"):
+            shutil.copytree(root, tmp_path / "parts" / part)
+        with pytest.warns(UserWarning, match="identical") as caught:
+            load_data(tmp_path / "parts", validation=0)
+        (message,) = (str(warning.message) for warning in caught)
+        assert message.startswith(
+            "parts: 80 of 80 images to test on are identical to images to train on, "
+            "test/a/slide0_0.png = train/a/slide0_0.png first"
+        )
+
+    @pytest.mark.filterwarnings("error")
+    def test_nothing_is_told_without_copies(self, tmp_path: Path) -> None:
+        load_data(slides(tmp_path))
+
+
+def manifest(path: Path, *lines: str) -> Path:
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+class TestManifest:
+    def test_same_images_as_the_folder(self, tmp_path: Path) -> None:
+        root = slides(tmp_path / "cells")
+        names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.png"))
+        rows = [f"cells/{name},{name[0]}" for name in names]
+        data = load_data(manifest(tmp_path / "cells.csv", "path,label", *rows))
+        folder = load_data(root)
+        assert data.digest == folder.digest
+        assert data.class_names == ("a", "b")
+        assert [f"cells/{name}" for name in folder.test.names] == data.test.names
+
+    def test_splits_and_groups(self, tmp_path: Path) -> None:
+        root = slides(tmp_path / "cells")
+        names = sorted(path.relative_to(tmp_path).as_posix() for path in root.rglob("*.png"))
+        rows = [
+            f"{name},{name[6]},{'test' if slide(name) in '12' else ''},{slide(name)},p{int(slide(name)) // 2}"
+            for name in names
+        ]
+        path = manifest(tmp_path / "x.csv", "path,label,split,group,patient", *rows)
+        data = load_data(path)
+        assert {slide(name) for name in data.test.names} == {"1", "2"}
+        assert not {slide(n) for n in data.val.names} & {slide(n) for n in data.train.names}
+        with pytest.raises(DataError, match="expected each group in one part; 'p0' is in train and in test"):
+            load_data(path, group_by="patient")
+        with pytest.raises(DataError, match="expected each group in one part; 'a' is in train and in test"):
+            load_data(path, group_by="cells/(.)")
+
+    @pytest.mark.parametrize(
+        ("lines", "why"),
+        [
+            (["path,label"], "expected a line of column names and a line for each image; got none"),
+            (["file,label", "x.png,a"], "expected columns path, label .*; got file, label, no path"),
+            (
+                ["path,label,split", "x.png,a,later"],
+                "line 2: split: expected train, val or test; got 'later'",
+            ),
+            (["path,label", "x.png,"], "line 2: expected a path and a label; got an empty one"),
+            (["path,label", "x.png,a,b"], "line 2: expected as many columns as the first line has"),
+            (["path,label", "x.png,a", "x.png,b"], "No such file or directory|cannot be read"),
+            (["path,label,split", "x.png,a,test"], "expected images to train on; got split test alone"),
+        ],
+    )
+    def test_errors(self, tmp_path: Path, lines: list[str], why: str) -> None:
+        with pytest.raises(DataError, match=why):
+            load_data(manifest(tmp_path / "x.csv", *lines))

@@ -1,0 +1,64 @@
+"""scripts/publish_runs.py: what has finished goes to results/ and, with a card, to the package."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.made_runs import make_plan, make_run
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "publish_runs.py"
+TRIALS = [
+    {"folder": f"{model}/seed-{seed}", "model": model, "label": model, "group": "cifar10"}
+    for model in ("resnet29", "resnet29_asc")
+    for seed in (0, 1)
+]
+
+
+@pytest.fixture
+def publish(tmp_path: Path) -> Callable[..., list[str]]:
+    """The script's function, which writes to folders of the test."""
+    function: Any = runpy.run_path(str(SCRIPT))["publish"]
+    (tmp_path / "weights").mkdir()
+    function.__globals__.update(RESULTS=tmp_path / "results", WEIGHTS=tmp_path / "weights")
+    return function
+
+
+def test_finished_runs_are_published_with_their_cards(
+    tmp_path: Path, publish: Callable[..., list[str]]
+) -> None:
+    plan = make_plan(tmp_path / "runs", TRIALS, plan="cifar10")
+    for seed, accuracy in ((0, 0.91), (1, 0.92)):
+        run = make_run(plan / f"resnet29/seed-{seed}", accuracy=accuracy, seed=seed, turned=(0.3, 0.25, 0.2))
+        (run / "model").mkdir()
+        for name in ("config.json", "model.safetensors"):
+            (run / "model" / name).write_text(f"{name} of seed {seed}")
+    make_run(plan / "resnet29_asc/seed-0", "resnet29_asc")  # not evaluated
+
+    assert publish(plan, weights=True) == ["resnet29_asc/seed-0", "resnet29_asc/seed-1"]
+
+    published = {str(p.relative_to(tmp_path / "results")) for p in (tmp_path / "results").rglob("*.*")}
+    files = ("record.json", "metrics.jsonl", "evaluation.json")
+    assert published == {
+        "cifar10/plan.json",
+        *(f"cifar10/resnet29/seed-{seed}/{name}" for seed in (0, 1) for name in files),
+    }
+    shipped = tmp_path / "weights" / "resnet29.cifar10"
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["resnet29.cifar10"]
+    assert (shipped / "model.safetensors").read_text() == "model.safetensors of seed 0"
+    card = (shipped / "README.md").read_text()
+    for fact in ("# resnet29.cifar10", "313,114 parameters", "| upright (4 images) | 50.00% |", "(n = 1)"):
+        assert fact in card
+    assert "| rotated by 90°, 180°, 270° (mean) | 25.00% |" in card
+    assert "0123456789abcdef0123456789abcdef01234567" in card
+
+
+def test_results_only(tmp_path: Path, publish: Callable[..., list[str]]) -> None:
+    plan = make_plan(tmp_path / "runs", TRIALS[:1], plan="cifar10")
+    make_run(plan / TRIALS[0]["folder"], turned=(0.3, 0.25, 0.2))
+    assert publish(plan, weights=False) == []
+    assert (tmp_path / "results/cifar10/resnet29/seed-0/evaluation.json").exists()
+    assert not list((tmp_path / "weights").iterdir())

@@ -1,0 +1,149 @@
+"""A model of one's own images: deep files, other files, other folders, and answers as they come."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tifffile
+import torch
+from helpers.tiny_runs import run_cli, tiny_config
+from PIL import Image
+
+from selfconv import _text
+from selfconv.cli import command_line
+from selfconv.data import load_data
+from selfconv.train import train
+from selfconv.trained import export, open_trained, predict
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Digits of 8 bits as PNG, of 12 bits in 16 as TIFF, and a run on each, of relative paths."""
+    folder = tmp_path_factory.mktemp("own")
+    digits = load_data("digits", validation=0).train
+    for index in range(160):
+        pixels, label = digits.images[index, 0].numpy(), int(digits.labels[index]) % 3
+        for name in ("bytes", "deep"):
+            (folder / name / f"c{label}").mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(folder / "bytes" / f"c{label}" / f"{index:03}.png")
+        deep = np.rint(pixels * (4095 / 255)).astype(np.uint16)
+        tifffile.imwrite(folder / "deep" / f"c{label}" / f"{index:03}.tif", deep)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for name in ("bytes", "deep"):
+            train(tiny_config(Path(name), "resnet29_asc", epochs=1), Path("runs") / name, quiet=True)
+    return folder
+
+
+def test_twelve_bits_are_classified_as_eight(work: Path) -> None:
+    deep, shallow = (open_trained(work / "runs" / name) for name in ("deep", "bytes"))
+    assert deep.data.pixels.high == 4095
+    images = [
+        sorted((work / name).rglob(pattern)) for name, pattern in (("deep", "*.tif"), ("bytes", "*.png"))
+    ]
+    a, b = predict(shallow, images[0], pixel_range="0,4095"), predict(shallow, images[1])
+    assert [p.label for p in a] == [p.label for p in b]
+    assert max(abs(x.probability - y.probability) for x, y in zip(a, b, strict=True)) < 1e-3
+    c = predict(deep, images[0])  # its training saw the same pixels, but for rounding
+    assert np.mean([x.label == y.label for x, y in zip(c, b, strict=True)]) > 0.95
+    assert deep.data.mean == pytest.approx(shallow.data.mean, rel=1e-3)
+
+
+def test_the_range_is_part_of_an_export(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = open_trained(work / "runs" / "deep")
+    export(trained, tmp_path / "deep.pt2")
+    file = next((work / "deep").rglob("*.tif"))
+    values = torch.from_numpy(tifffile.imread(file).astype(np.float32))[None, None]
+    expected = trained.model(trained.normalise(trained.read_image(file)[None]))
+    outputs = torch.export.load(tmp_path / "deep.pt2").module()(values)
+    torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-4)
+    assert run_cli("export", work / "runs" / "deep", "--to", tmp_path / "again.pt2") == 0
+    assert "values 0..4095 as in the files -> logits [N, 3]" in capsys.readouterr().out
+
+
+def test_a_bad_file_costs_one_line(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = sorted((work / "bytes" / "c0").glob("*.png"))[:3]
+    (tmp_path / "a.png").write_text("text")
+    deep = next((work / "deep").rglob("*.tif"))
+    assert run_cli("predict", work / "runs" / "bytes", good[0], tmp_path / "a.png", deep, *good[1:]) == 1
+    printed = capsys.readouterr()
+    assert [line.split("\t")[0] for line in printed.out.splitlines()] == [str(file) for file in good]
+    first, second = printed.err.splitlines()
+    assert first.startswith(f"selfconv: {tmp_path / 'a.png'}: not an image")
+    assert second.startswith(
+        f"selfconv: {deep}: expected uint8 values, as the training images have; got uint16"
+    )
+    assert run_cli("predict", work / "runs" / "bytes", deep, "--range", "0,4095") == 0
+    for text, why in (
+        ("auto", "expected dtype or LOW,HIGH for files to predict"),
+        ("x", "expected auto, dtype"),
+    ):
+        assert run_cli("predict", work / "runs" / "bytes", deep, "--range", text) == 2
+        assert why in capsys.readouterr().err
+
+
+def test_formats(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stack = np.stack(
+        [np.array(Image.open(file)) for file in sorted((work / "bytes" / "c1").glob("*.png"))[:2]]
+    )
+    np.save(tmp_path / "stack.npy", np.repeat(stack, 2, 2)[..., ::2, None])
+    place = work / "runs" / "bytes"
+    expected = predict(open_trained(place), [tmp_path / "stack.npy"])
+    assert [p.file for p in expected] == [f"{tmp_path / 'stack.npy'}[{i}]" for i in range(2)]
+    assert run_cli("predict", place, tmp_path / "stack.npy", "--format", "jsonl") == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["probabilities"] for line in lines] == [p.probabilities for p in expected]
+    assert run_cli("predict", place, tmp_path / "stack.npy", "--format", "csv") == 0
+    rows = [*csv.DictReader(io.StringIO(capsys.readouterr().out))]
+    assert [row["label"] for row in rows] == [p.label for p in expected]
+    assert [float(row["c2"]) for row in rows] == [p.probabilities["c2"] for p in expected]
+    assert run_cli("predict", place, tmp_path / "stack.npy", "--format", "csv", "--json") == 2
+
+
+def test_runs_find_their_data_from_any_folder(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_cli("evaluate", work / "runs" / "bytes") == 0
+    assert run_cli("train", "--out", work / "runs" / "bytes", "--resume") == 0
+    assert "already finished" in capsys.readouterr().out
+    record = json.loads((work / "runs" / "bytes" / "record.json").read_text())
+    assert record["config"]["data"]["source"] == "bytes"  # what is shared has no path of this machine
+    (work / "runs" / "bytes" / "place.json").write_text("[]")
+    assert run_cli("evaluate", work / "runs" / "bytes") == 2
+    assert "place.json: expected an object" in capsys.readouterr().err
+    (work / "runs" / "bytes" / "place.json").unlink()
+
+
+def test_other_images(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli("evaluate", work / "runs" / "bytes", "--data", work / "deep") == 2
+    assert "expected uint8 values, as the training images have" in capsys.readouterr().err
+    assert run_cli("evaluate", work / "runs" / "bytes", "--data", work / "deep", "--range", "0,4095") == 0
+    assert run_cli("evaluate", work / "runs" / "bytes", "--range", "0,4095") == 2
+    assert "--range needs --data" in capsys.readouterr().err
+
+
+def test_every_command_keeps_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[bool] = []
+    monkeypatch.setattr(command_line, "keep_memory", lambda: called.append(True))
+    assert run_cli("models", "resnet29_asc") == 0
+    assert called == [True]
+
+
+def test_lines_of_progress(
+    work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_cli("predict", work / "runs" / "bytes", work / "bytes") == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(_text, "QUIET_SECONDS", 0.0)
+    assert run_cli("predict", work / "runs" / "bytes", work / "bytes") == 0
+    assert capsys.readouterr().err.splitlines() == ["80%: 128 of 160 files", "100%: 160 of 160 files"]
+    load_data(work / "bytes")
+    assert "reading bytes: 160 of 160 images (100%)" in capsys.readouterr().err

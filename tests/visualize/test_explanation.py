@@ -1,0 +1,165 @@
+"""Activation maps are exact and turn with the image; occlusion agrees; the first view is telling."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.tiny_models import tiny
+from helpers.tiny_runs import run_cli
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from torch import nn
+
+from selfconv.models import list_models
+from selfconv.trained import open_trained
+from selfconv.visualize import Inspection, choose_pixel, class_activation_maps, occlusion_maps, selectivity
+from selfconv.visualize._choice import choose_view
+
+LAYER = "stages.0.0.spatial.conv"
+
+
+@pytest.mark.parametrize("name", list_models(pretrained=True))
+def test_the_maps_of_shipped_networks_add_up_to_the_logits(name: str) -> None:
+    trained = open_trained(name)
+    for pixels in trained.open_data().test.images[:10]:
+        image = trained.normalise(pixels[None])
+        with torch.no_grad():
+            logits = trained.model(image)[0]
+        maps = class_activation_maps(trained.model, image)
+        assert (maps.sum((1, 2)) - logits).abs().max() < 1e-5
+        assert torch.equal(maps, Inspection(trained.model, image).class_activation_maps())
+
+
+@given(
+    st.sampled_from(["resnet29_asc", "p4resnet29_asc", "p4mresnet29_asc", "p4resnet29_pool"]),
+    st.sampled_from(["mean", "max", "group_max"]),
+    st.integers(0, 2**31),
+)
+def test_every_pooling_adds_up_and_turns(name: str, pool: str, seed: int) -> None:
+    model = tiny(name, pool=pool).double().train()
+    image = torch.randn(3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    maps = class_activation_maps(model, image)
+    assert model.training  # as it was
+    with torch.no_grad():
+        logits = model.eval()(image[None])[0]
+    torch.testing.assert_close(maps.sum((1, 2)), logits, rtol=0, atol=1e-10)
+    if len(model.group) > 1:
+        for s in model.group:
+            turned = class_activation_maps(model, model.group.act_planar(image, s))
+            torch.testing.assert_close(turned, model.group.act_planar(maps, s), rtol=0, atol=1e-9)
+
+
+def test_a_turned_digit_has_the_turned_maps() -> None:
+    trained = open_trained("digits_p4_asc")
+    for pixels in trained.open_data().test.images[:5]:
+        image = trained.normalise(pixels[None])
+        activation, occlusion = (
+            class_activation_maps(trained.model, image),
+            occlusion_maps(trained.model, image),
+        )
+        for quarters in (1, 2, 3):
+            turned = image.rot90(quarters, (-2, -1))
+            difference = class_activation_maps(trained.model, turned) - activation.rot90(quarters, (-2, -1))
+            assert difference.abs().max() < 1e-5
+            difference = occlusion_maps(trained.model, turned) - occlusion.rot90(quarters, (-2, -1))
+            assert difference.abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", list_models(pretrained=True))
+def test_occlusion_agrees_in_sign_on_digits(name: str) -> None:
+    """Covering a part lowers the logit where the map says that the part speaks for the class."""
+    trained = open_trained(name)
+    agree, images = 0, trained.open_data().test.images[:20]
+    for pixels in images:
+        image = trained.normalise(pixels[None])
+        activation, occlusion = (
+            class_activation_maps(trained.model, image),
+            occlusion_maps(trained.model, image),
+        )
+        best = int(activation.sum((1, 2)).argmax())
+        falls = F.adaptive_avg_pool2d(occlusion[best][None].double(), activation.shape[-1])[0]
+        agree += bool((falls * activation[best]).sum() > 0)
+    assert agree >= 0.85 * len(images)
+
+
+def test_occlusion_measures_what_is_covered() -> None:
+    """Of a network that counts bright pixels, covering takes away as many as there were."""
+
+    class Count(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.stack([x.sum((1, 2, 3)), -x.sum((1, 2, 3))], 1)
+
+    image = torch.zeros(1, 16, 16)
+    image[0, 4:6, 8:10] = 1  # one cell of 8×8
+    maps = occlusion_maps(Count(), image)
+    expected = torch.zeros(8, 8)
+    expected[1:4, 3:6] = torch.tensor([[1.0, 2, 1], [2, 4, 2], [1, 2, 1]])  # of 4 windows that hold a cell
+    torch.testing.assert_close(maps[0], expected)
+    torch.testing.assert_close(maps[1], -expected)
+    with pytest.raises(
+        ValueError, match="expected an image and a grid of 2×2 cells or more; got 16×16 and 1"
+    ):
+        occlusion_maps(Count(), image, cells=1)
+
+
+def test_networks_without_such_a_head() -> None:
+    model = tiny("resnet29_asc")
+    model.reset_classifier(0)
+    with pytest.raises(
+        ValueError, match=r"ends with \.pool \(GlobalPool\) and \.fc \(Linear\); got GlobalPool and Id"
+    ):
+        class_activation_maps(model, torch.randn(3, 8, 8))
+
+
+# ---- the first view ----
+
+
+@pytest.mark.parametrize("name", ["digits_asc", "digits_p4_asc"])
+def test_the_first_view_is_where_attention_chooses(name: str) -> None:
+    trained = open_trained(name)
+    inspection = Inspection(trained.model, trained.normalise(trained.open_data().test.images[:1]))
+    scores = selectivity(inspection, LAYER)
+    heads, k = scores.shape[0], 5
+    assert scores.shape == (heads, 16, 16)
+    assert 0 <= scores.min() <= scores.max() <= 1
+    (row, column), head = choose_pixel(inspection, LAYER)
+    assert scores[head, row, column] == scores.max() > 0
+    assert k // 2 <= min(row, column) <= max(row, column) < 16 - k // 2  # the window is inside the image
+    entropy = inspection.entropy(LAYER).mean(1)
+    assert abs(entropy[head, row, column] - 0.5) < (entropy - 0.5).abs().median()
+    assert choose_pixel(inspection, LAYER, head=1)[1] == 1
+    view = choose_view(inspection, LAYER, None, None)
+    assert (view.pixel, view.head) == ((row, column), head)
+
+
+# ---- the command ----
+
+
+def test_predict_explains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    digit = open_trained("digits_asc").open_data().test.images[0, 0].numpy()
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        Image.fromarray(digit).save(tmp_path / folder / "three.png")
+    files = [tmp_path / folder / "three.png" for folder in ("a", "b")]
+    out = tmp_path / "why"
+    assert run_cli("predict", "digits_asc", *files, "--explain", out) == 0
+    lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    pictures = [out / "three.explained.png", out / "three-2.explained.png"]
+    assert [line[0] for line in lines] == [str(file) for file in files]
+    assert sorted(out.iterdir()) == sorted(pictures)
+    with Image.open(pictures[0]) as picture:
+        assert min(picture.size) > 500
+    assert run_cli("predict", "digits_asc", files[0], "--json", "--explain", out) == 0
+    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    assert found[0]["label"] == lines[0][1]
+    (tmp_path / "file").write_text("")
+    assert run_cli("predict", "digits_asc", files[0], "--explain", tmp_path / "file") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("selfconv: ")
+    assert error.count("\n") == 1

@@ -28,7 +28,8 @@ from numba import types
 
 from selfconv import _files, cli
 from selfconv._text import one_line
-from selfconv.ops import _backends, _native, affine_self_conv
+from selfconv.ops import _backends, affine_self_conv
+from selfconv.ops.cpu import native
 from selfconv.train import (
     Checkpoint,
     OutOfMemory,
@@ -429,12 +430,12 @@ def test_a_damaged_kernel_cache_is_renewed(
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "cache"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert _native.native(SIGNATURE, "test")(kernel(tmp_path)).cache_hits == 0
+        assert native.native(SIGNATURE, "test")(kernel(tmp_path)).cache_hits == 0
         files = [*(tmp_path / "cache").rglob(f"*{suffix}")]
         assert len(files) == 1
         damage(files[0])
-        assert runs_right(_native.native(SIGNATURE, "test")(kernel(tmp_path)))
-        again = _native.native(SIGNATURE, "test")(kernel(tmp_path))
+        assert runs_right(native.native(SIGNATURE, "test")(kernel(tmp_path)))
+        again = native.native(SIGNATURE, "test")(kernel(tmp_path))
     assert again.cache_hits == 1  # whole again
     assert runs_right(again)
 
@@ -460,10 +461,10 @@ def no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
 def test_without_a_kernel_cache_there_is_one_warning(
     trouble: Callable[..., Callable[..., None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _native._warn_once.cache_clear()
+    native._warn_once.cache_clear()
     kernels = [trouble(tmp_path, monkeypatch) for _ in range(3)]
     with pytest.warns(RuntimeWarning, match="compiled kernels cannot be kept on disk") as caught:
-        compiled = [_native.native(SIGNATURE, "test")(function) for function in kernels]
+        compiled = [native.native(SIGNATURE, "test")(function) for function in kernels]
     assert len(caught) == 1
     assert all(map(runs_right, compiled))
 
@@ -471,7 +472,7 @@ def test_without_a_kernel_cache_there_is_one_warning(
 def test_errors_in_a_kernel_itself_are_not_hidden(tmp_path: Path) -> None:
     (tmp_path / "some_kernel.py").write_text("def put_seven(args):\n    args[0] = nothing_of_that_name\n")
     with pytest.raises(Exception, match="nothing_of_that_name"):
-        _native.native(SIGNATURE, "test")(kernel(tmp_path))
+        native.native(SIGNATURE, "test")(kernel(tmp_path))
 
 
 def test_no_compiler_no_home_no_path() -> None:

@@ -29,7 +29,7 @@ from selfconv import cli
 from selfconv._files import JSON_LIMIT, parse_json, write_json
 from selfconv._text import escape_for_terminal
 from selfconv.data import IMAGE_FORMATS, MAX_PIXELS, DataError, load_data, read_image
-from selfconv.data import npz as npz_module
+from selfconv.data.sources import npz as npz_module
 from selfconv.models import ResNet
 from selfconv.train import Run, RunConfig, RunError
 from selfconv.train.progress import Progress

@@ -19,8 +19,9 @@ from helpers.cifar_files import TEN, cifar10_members, py2_pickle, write_archive
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfconv.data import DataError, cifar, load_data
-from selfconv.data.unpickle import read_pickle
+from selfconv.data import DataError, load_data
+from selfconv.data.sources import cifar
+from selfconv.data.sources.unpickle import read_pickle
 
 FOLDER = "cifar-10-batches-py"
 plain = st.recursive(

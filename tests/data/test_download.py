@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from helpers.cifar_files import TEN, cifar10_members, write_archive
 
-from selfconv.data import DataError, cifar, load_data
-from selfconv.data import download as module
-from selfconv.data.download import download
+from selfconv.data import DataError, load_data
+from selfconv.data.sources import cifar
+from selfconv.data.sources import download as module
+from selfconv.data.sources.download import download
 
 CONTENT = np.random.default_rng(0).integers(0, 256, 1_000_000, np.uint8).tobytes()
 MD5 = hashlib.md5(CONTENT).hexdigest()

@@ -12,7 +12,8 @@ import torch
 from helpers.bombs import png_that_claims
 from PIL import Image
 
-from selfconv.data import DataError, decoding, listing, load_data, read_image
+from selfconv.data import DataError, decoding, load_data, read_image
+from selfconv.data.sources import listing
 
 
 def fails(match: str, source: Path, **options: Any) -> None:

@@ -17,7 +17,7 @@ from hypothesis.extra.numpy import arrays
 
 from selfconv.data import DataError, Dataset, fit, load_data
 from selfconv.data.dataset import Part, build
-from selfconv.data.npz import enlarge
+from selfconv.data.sources.npz import enlarge
 from selfconv.data.splits import stratified
 
 

@@ -28,7 +28,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from selfconv.groups import Group, get_group
 from selfconv.nn import AffineSelfConv2d, SimpleAffineSelfConv2d
-from selfconv.ops import affine_self_conv, numba_cpu
+from selfconv.ops import affine_self_conv
+from selfconv.ops.cpu import backend as numba_cpu
 
 FLOAT32 = (torch.float32, torch.float32)
 
@@ -204,11 +205,11 @@ def test_the_same_bits_on_every_run_and_any_number_of_threads(batch: int) -> Non
 
 
 def test_python_threads_serve_where_openmp_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    from selfconv.ops import _threads
+    from selfconv.ops.cpu import threads
 
     case = Case("z2", 4, (2, 2), 2, 3, (8, 8), dtypes=FLOAT32)
     expected = run_on(2, case)
-    monkeypatch.setattr(_threads, "_openmp_parallel", lambda: None)
+    monkeypatch.setattr(threads, "_openmp_parallel", lambda: None)
     assert all(torch.equal(found, expected[name]) for name, found in run_on(2, case).items())
 
 
@@ -242,7 +243,7 @@ if os.fork():
 import signal
 signal.alarm(90)  # ends a child that hangs, whose parent may be gone by then
 from selfconv.ops import affine_self_conv
-from selfconv.ops._threads import num_threads
+from selfconv.ops.cpu.threads import num_threads
 out = affine_self_conv(x, x, x, None, None, None, None, num_heads=2, kernel_size=3, backend="numba")
 assert num_threads() == 1 and abs(out[0, 0, 4, 4].item() - x[0, 0, 0, 0].item()) < 1e-6
 os._exit(0)
@@ -251,7 +252,7 @@ os._exit(0)
 
 
 def _threads_of_child(queue: multiprocessing.SimpleQueue) -> None:
-    from selfconv.ops._threads import num_threads
+    from selfconv.ops.cpu.threads import num_threads
 
     torch.set_num_threads(2)
     queue.put(num_threads())
@@ -445,9 +446,9 @@ def test_compiled_code_is_kept_on_disk(tmp_path: Path) -> None:
     """One process compiles; others, meanwhile or later, find what it wrote, unless a source changed."""
     code = """
 import sys
-from selfconv.ops import _native, _numba_kernels as kernels
+from selfconv.ops.cpu import kernels, native
 for change in map(int, sys.argv[1:]):
-    kernels.KERNEL_HASH = _native.KERNEL_HASH + change
+    kernels.KERNEL_HASH = native.KERNEL_HASH + change
     kernels.forward_worker.cache_clear()
     print(kernels.forward_worker("float32", 1).cache_hits)
 """

@@ -14,9 +14,10 @@ import torch
 from helpers.cases import FILTERS, Case, Layout, channels_last, contiguous, cropped, part_of_a_projection
 from torch import Tensor
 
-from selfconv.ops import _triton_kernels, affine_self_conv, explain
-from selfconv.ops import triton_gpu as _registers_the_operators  # noqa: F401
+from selfconv.ops import affine_self_conv, explain
 from selfconv.ops._call import check_call
+from selfconv.ops.gpu import backend as _registers_the_operators  # noqa: F401
+from selfconv.ops.gpu import kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {
@@ -161,8 +162,8 @@ COMPILE = """
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from selfconv.ops import _call, triton_gpu
-from selfconv.ops import _triton_kernels as kernels
+from selfconv.ops import _call
+from selfconv.ops.gpu import backend, kernels
 
 class Driver:
     get_current_target = staticmethod(lambda: GPUTarget("cuda", 80, 32))
@@ -190,7 +191,7 @@ def train(dtype, group, f_shape, psi_shape, **window):
         f, f, f, psi, None, None, psi.sum(1) if psi.dim() == 4 else psi,
         kernel_size=None, num_heads=1, scale=None, group=group, **window,
     )
-    triton_gpu.run(call).sum().backward()
+    backend.run(call).sum().backward()
 
 train(torch.bfloat16, "p4", (2, 3, 4, 5, 6), (3, 4, 5, 5))
 train(torch.float32, "z2", (2, 1, 5, 6), (1, 1, 3), dilation=2, padding_mode="circular")
@@ -218,9 +219,9 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     ("depths", "blocks"), [((1, 2), [16, 32, 64, 128, 256]), ((3, 64), [16, 32]), ((1, 512), [16])]
 )
 def test_block_sizes_fit_the_hardware_limits(depths: tuple[int, int], blocks: list[int]) -> None:
-    configs = [_triton_kernels.triton.Config({"BLOCK": block}) for block in (16, 32, 64, 128, 256)]
+    configs = [kernels.triton.Config({"BLOCK": block}) for block in (16, 32, 64, 128, 256)]
     sizes = {"D_K": depths[0], "D_V": depths[1], "R": 1}
-    assert [c.kwargs["BLOCK"] for c in _triton_kernels.blocks_that_fit(configs, {}, **sizes)] == blocks
+    assert [c.kwargs["BLOCK"] for c in kernels.blocks_that_fit(configs, {}, **sizes)] == blocks
 
 
 # ---- when it runs ----

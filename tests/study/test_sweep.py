@@ -446,7 +446,7 @@ def test_a_dry_run_downloads_nothing(tmp_path: Path, capfd: Any, monkeypatch: py
     def refuse(*args: object, **options: object) -> None:
         raise AssertionError("a download")
 
-    monkeypatch.setattr("selfconv.data.cifar.download", refuse)
+    monkeypatch.setattr("selfconv.data.sources.cifar.download", refuse)
     monkeypatch.setenv("SELFCONV_DATA", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     arguments = ["--models", "resnet29", "--subset", "5000", "--jobs", "2", "--dry-run"]

@@ -9,11 +9,11 @@
 """
 
 from selfconv.data.batches import Augment, Batches, Rotation, normalise
-from selfconv.data.cifar import imitation
 from selfconv.data.dataset import MAX_PIXELS, DataInfo, Dataset, MissingDataError, describe_channels
 from selfconv.data.images import IMAGE_FORMATS, IMAGE_SUFFIXES, read_image, read_images, require_pillow
 from selfconv.data.load import load_data
 from selfconv.data.pixels import DataError, PixelRange, as_bytes, fit, parse_range, visible_channels
+from selfconv.data.sources.cifar import imitation
 from selfconv.data.stored import Split, Stack
 
 __all__ = [

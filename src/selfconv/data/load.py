@@ -8,12 +8,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from selfconv.data.cifar import ARCHIVES, load_cifar
 from selfconv.data.dataset import Dataset, warn_of_data
-from selfconv.data.hugging_face import PREFIX, list_hub, list_parquet
-from selfconv.data.listing import Listing, list_folder, list_manifest, load_listing
-from selfconv.data.npz import load_digits, load_npz
 from selfconv.data.pixels import DataError, parse_range
+from selfconv.data.sources.cifar import ARCHIVES, load_cifar
+from selfconv.data.sources.hugging_face import PREFIX, list_hub, list_parquet
+from selfconv.data.sources.listing import Listing, list_folder, list_manifest, load_listing
+from selfconv.data.sources.npz import load_digits, load_npz
 
 NAMES = ("digits", *ARCHIVES)
 

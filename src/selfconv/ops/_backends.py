@@ -11,9 +11,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from selfconv.ops import _threads  # noqa: F401  # now, not when a backend needs it: it has to notice forks
 from selfconv.ops._call import Call
 from selfconv.ops._transforms import constant_when_compiled, derivative_refusal
+from selfconv.ops.cpu import threads  # noqa: F401  # now, not when a backend needs it: it has to notice forks
 
 Run = Callable[[Call], Tensor]
 Refusal = Callable[[Call], str | None]
@@ -39,13 +39,13 @@ class Backend:
 
 
 def _load_triton() -> Run:
-    from selfconv.ops.triton_gpu import run
+    from selfconv.ops.gpu.backend import run
 
     return run
 
 
 def _load_numba() -> Run:
-    from selfconv.ops.numba_cpu import run
+    from selfconv.ops.cpu.backend import run
 
     return run
 

@@ -27,7 +27,7 @@ def filter_tables(
     """
     if backend_failure("numba") is not None:
         return None
-    from selfconv.ops.numba_cpu import signed_tables
+    from selfconv.ops.cpu.backend import signed_tables
 
     order = len(options["group"])
     sizes = (1, 1) if order == 1 else (order, 1, 1)
@@ -52,7 +52,7 @@ class PreparedCall:
             packed: as for ``affine_self_conv_packed``.
         """
         if self._forward is None:
-            from selfconv.ops.numba_cpu import PreparedForward
+            from selfconv.ops.cpu.backend import PreparedForward
 
             self._forward = PreparedForward(abs(self.scale))
         if not self._forward.serves(packed, table_k):

@@ -5,7 +5,7 @@ holds them side by side, as the layers make it) and two filter tables. Making th
 left to torch, which therefore knows how to take their gradients apart. Only the log-sum-exp of the scores
 is kept between the passes.
 
-What the kernels do is in ``_numba_kernels.py``; how they are spread over threads, in ``_threads.py``.
+What the kernels do is in ``cpu/kernels.py``; how they are spread over threads, in ``cpu/threads.py``.
 """
 
 from __future__ import annotations
@@ -20,12 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from selfconv.ops import _numba_kernels as kernels
 from selfconv.ops._call import Call
 from selfconv.ops._flops import affine_self_conv_flops
-from selfconv.ops._numba_tiles import COUNTERS, MAP, MAPS, Map, Sizes
-from selfconv.ops._simd import PART_BYTES, PARTS
-from selfconv.ops._threads import num_threads, run_workers
 from selfconv.ops._transforms import (
     check_gradient,
     derivative_refusal,
@@ -34,6 +30,10 @@ from selfconv.ops._transforms import (
     register_vmap,
 )
 from selfconv.ops._window import Window
+from selfconv.ops.cpu import kernels
+from selfconv.ops.cpu.simd import PART_BYTES, PARTS
+from selfconv.ops.cpu.threads import num_threads, run_workers
+from selfconv.ops.cpu.tiles import COUNTERS, MAP, MAPS, Map, Sizes
 from selfconv.ops.eager import pad_circular
 
 TASKS = 16  # as many as are worth sharing out: fewer are cut into strips of rows

@@ -6,7 +6,7 @@ then aligned, whatever the offset in the window; a filter value is one register,
 sums over positions are sums of registers.
 
 A task is a block of heads of a block of images, or of a few blocks of small ones, and all rows or a strip of
-them. It copies their channels into tiles (``_numba_tiles.py``): any strides of the caller's tensors do. For
+them. It copies their channels into tiles (``cpu/tiles.py``): any strides of the caller's tensors do. For
 each output plane P and PARTS positions x the window is walked offset by offset:
 
     score[t]  = Σ_c query_c · A^K_c[t],     A^K_c[t] = Σ_R key_{c,R}(x + t) ψ_{c,R}[t] + β_c[t]
@@ -37,23 +37,8 @@ from functools import cache
 import numpy as np
 from numba import njit, types
 
-from selfconv.ops._native import KERNEL_HASH, native
-from selfconv.ops._numba_tiles import (
-    MAP,
-    MAPS,
-    clear,
-    copy,
-    mark_outside,
-    options,
-    owned,
-    reached,
-    read_arguments,
-    read_map,
-    read_table,
-    read_task,
-    write_sums,
-)
-from selfconv.ops._simd import (
+from selfconv.ops.cpu.native import KERNEL_HASH, native
+from selfconv.ops.cpu.simd import (
     PARTS,
     accumulate,
     accumulate_product,
@@ -72,6 +57,21 @@ from selfconv.ops._simd import (
     tiny,
     zeros,
 )  # fmt: skip
+from selfconv.ops.cpu.tiles import (
+    MAP,
+    MAPS,
+    clear,
+    copy,
+    mark_outside,
+    options,
+    owned,
+    reached,
+    read_arguments,
+    read_map,
+    read_table,
+    read_task,
+    write_sums,
+)
 
 LOG2_E = 1.4426950408889634
 

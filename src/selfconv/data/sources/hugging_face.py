@@ -11,8 +11,8 @@ import numpy as np
 
 from selfconv._extras import require
 from selfconv.data.images import Item
-from selfconv.data.listing import PARTS, Listed, Listing
 from selfconv.data.pixels import DataError
+from selfconv.data.sources.listing import PARTS, Listed, Listing
 
 PREFIX = "hf:"
 

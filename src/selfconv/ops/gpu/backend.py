@@ -3,7 +3,7 @@
 Verified in Triton's interpreter only, on CPUs; how fast it is on a GPU has not been measured. Serves ψ per
 channel, any memory layout, float16, bfloat16 and float32 in any mix, computed in float32, and float64.
 
-What the kernels do is in ``_triton_kernels.py``.
+What the kernels do is in ``gpu/kernels.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfconv.ops import _triton_kernels as kernels
 from selfconv.ops._call import Call
 from selfconv.ops._transforms import (
     check_gradient,
@@ -23,7 +22,8 @@ from selfconv.ops._transforms import (
     refuse_tangents,
     register_vmap,
 )
-from selfconv.ops._triton_kernels import BLOCKS, triton
+from selfconv.ops.gpu import kernels
+from selfconv.ops.gpu.kernels import BLOCKS, triton
 
 SLICES = 32  # at most so many partial sums of a gradient of the filters
 

@@ -12,7 +12,7 @@ from collections import namedtuple
 import numpy as np
 from numba import njit
 
-from selfconv.ops._simd import (
+from selfconv.ops.cpu.simd import (
     advance,
     lanes_of,
     pointer,

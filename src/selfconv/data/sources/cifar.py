@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfconv.data.dataset import Dataset, MissingDataError, Part, build
-from selfconv.data.download import check, download
 from selfconv.data.pixels import DataError
+from selfconv.data.sources.download import check, download
+from selfconv.data.sources.unpickle import read_pickle
 from selfconv.data.stored import Images
-from selfconv.data.unpickle import read_pickle
 
 MEMBER_LIMIT = 200_000_000  # bytes; the largest, CIFAR-100's train, has 155 million
 ARCHIVE_LIMIT = 400_000_000  # bytes, unpacked; the archives have 186 million

@@ -24,7 +24,7 @@ from filelock import FileLock
 from numba import cfunc
 from numba.core.caching import FunctionCache
 
-_SOURCES = ("_numba_kernels.py", "_numba_tiles.py", "_simd.py")
+_SOURCES = ("kernels.py", "tiles.py", "simd.py")
 KERNEL_HASH = zlib.crc32(b"".join(Path(__file__).with_name(name).read_bytes() for name in _SOURCES))
 """A checksum of the sources of all kernels."""
 

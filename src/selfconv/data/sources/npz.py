@@ -69,7 +69,7 @@ def _class_names(path: Path, names: np.ndarray) -> list[str]:
 
 
 def load_digits(*, image_size: int | None, seed: int, validation: float) -> Dataset:
-    with as_file(files(__package__) / "digits.npz") as path:
+    with as_file(files("selfconv.data") / "digits.npz") as path:
         arrays, names = read_npz(path)
     larger = {
         part: replace(given, images=enlarge(np.asarray(given.images))) for part, given in arrays.items()

@@ -1,0 +1,1 @@
+"""The operation in fused CPU kernels, written in Numba: ``backend`` calls ``kernels`` on ``threads``."""

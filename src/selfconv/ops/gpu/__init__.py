@@ -1,0 +1,1 @@
+"""The operation in Triton kernels for GPUs: ``backend`` calls ``kernels``."""

@@ -41,7 +41,7 @@ def test_page_does_what_it_shows(page: Path, elsewhere: Path) -> None:
 
 
 @pytest.mark.parametrize("args", SHOWN, ids=" ".join)
-def test_commands_that_take_longer_have_these_options(args: list[str], elsewhere: Path) -> None:
+def test_options_of_commands_that_are_not_executed(args: list[str], elsewhere: Path) -> None:
     check_options(args)
 
 
@@ -65,7 +65,7 @@ def test_there_are_tutorials_to_run() -> None:
     assert len([page for page in RUN if page.parent.name == "tutorials"]) == 4
 
 
-def test_a_page_that_is_wrong_is_noticed(elsewhere: Path) -> None:
+def test_wrong_output_in_documentation_is_detected(elsewhere: Path) -> None:
     compare("a ...\n", "a b\n", "")
     for session in ("$ echo a\nb\n", "$ false\n", "$ false\n$ echo $?\n0\n"):
         with pytest.raises(AssertionError):

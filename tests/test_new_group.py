@@ -105,7 +105,7 @@ def test_training_report_and_pictures(group: Group, tmp_path: Path) -> None:
             assert error < 1e-4
 
 
-def test_the_command_takes_it(group: Group, capsys: pytest.CaptureFixture[str]) -> None:
+def test_audit_command_with_a_new_group(group: Group, capsys: pytest.CaptureFixture[str]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert run_cli("audit", "resnet29_asc", "--group", group.name, "--size", "16") in (0, 1)

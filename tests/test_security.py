@@ -159,7 +159,7 @@ def test_json_that_is_refused(text: str | bytes, why: str) -> None:
     one_line(caught.value)
 
 
-def test_what_would_be_refused_is_not_written(tmp_path: Path) -> None:
+def test_write_json_refuses_nan(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(tmp_path / "x.json", {"loss": float("nan")})
     assert list(tmp_path.iterdir()) == []
@@ -279,7 +279,7 @@ def test_options_from_a_hostile_file(kind: str, tmp_path: Path, capfd: Any) -> N
             read()
 
 
-def test_files_too_large_to_be_options(tmp_path: Path) -> None:
+def test_json_files_above_the_size_limit(tmp_path: Path) -> None:
     for name in ("config.json", "data.json"):
         with open(tmp_path / name, "wb") as file:
             file.truncate(2**30)  # a hole: takes no space
@@ -407,7 +407,7 @@ def test_progress_reads_no_markup(monkeypatch: pytest.MonkeyPatch, capsys: Any) 
     assert "[red]x[/red] \\x1b[31m\\x9b [/]" in printed
 
 
-def test_names_that_are_not_text(tmp_path: Path) -> None:
+def test_class_names_that_are_not_utf8(tmp_path: Path) -> None:
     root = paint(tmp_path / "pets", [b"good", b"bad\xff\xfe"])
     with pytest.raises(DataError, match=r"class names that are text in UTF-8; got 'bad\\udcff") as caught:
         load_data(root)

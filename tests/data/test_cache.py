@@ -114,7 +114,7 @@ def test_resumes_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert first + len(decoded) < 80  # of 60 images: some were not decoded again
 
 
-def test_several_processes_share_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_processes_share_one_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root, decode, decoded = gallery(tmp_path / "cells", "plain"), decoding_module.decode, []
 
     def count(item: Any, *args: Any) -> Any:

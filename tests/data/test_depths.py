@@ -304,7 +304,7 @@ class TestChannels:
         }
         check_values(data, both)
 
-    def test_as_many_in_every_image(self, tmp_path: Path) -> None:
+    def test_mixed_numbers_of_channels_are_refused(self, tmp_path: Path) -> None:
         gallery(tmp_path, dtype=np.uint8, high=256)
         np.save(tmp_path / "a" / "five.npy", noise(8, 8, 5, dtype=np.uint8, high=256))
         with pytest.raises(DataError, match=r"expected images of as many channels; got 1, 5 \(a/five.npy\)"):

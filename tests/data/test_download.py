@@ -222,7 +222,7 @@ def test_a_part_of_another_file_is_dropped(server: Server, path: Path) -> None:
 
 
 @pytest.mark.parametrize("have", [len(CONTENT), len(CONTENT) + 5])
-def test_a_part_that_is_as_long_as_the_file(server: Server, path: Path, have: int) -> None:
+def test_complete_partial_file(server: Server, path: Path, have: int) -> None:
     path.parent.mkdir()
     path.with_name("file.tar.gz.part").write_bytes((CONTENT + bytes(5))[:have])
     fetch(server, path)
@@ -286,7 +286,7 @@ def test_no_server(path: Path, server: Server) -> None:
         download("http://127.0.0.1:1/x", path, size=1, md5="")
 
 
-def test_one_of_several_processes_downloads(server: Server, path: Path) -> None:
+def test_concurrent_processes_download_once(server: Server, path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: fetch(server, path), range(4)))
     assert path.read_bytes() == CONTENT

@@ -193,7 +193,9 @@ class TestFolder:
         fails("expected at least two classes; got none", empty)
         fails("too few images to set some aside for a test; got 2", gallery(root("tiny"), count=1))
 
-    def test_a_name_before_a_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_known_names_take_precedence_over_folders(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         gallery(tmp_path / "digits")
         monkeypatch.chdir(tmp_path)
         assert load_data("digits").num_classes == 10
@@ -256,7 +258,7 @@ class TestReadImage:
         Image.fromarray(image).save(tmp_path / "x.png")
         assert read_image(tmp_path / "x.png", 4, 1)[0, 0].tolist() == [255, 255, 0, 0]
 
-    def test_upright_as_the_camera_was_held(self, tmp_path: Path) -> None:
+    def test_exif_orientation(self, tmp_path: Path) -> None:
         picture = np.zeros((8, 8, 3), np.uint8)
         picture[:2] = 255
         exif = Image.Exif()

@@ -82,7 +82,7 @@ class TestSplit:
         assert ((torch.bincount(fewer.train.labels) - share).abs() < 1).all()
 
     @pytest.mark.parametrize("count", [9, 0, -1, 1295])
-    def test_too_few_or_many_to_train_on(self, count: int) -> None:
+    def test_subset_out_of_range(self, count: int) -> None:
         with pytest.raises(DataError, match=f"subset: expected from 10 images, .* all 1294 .*; got {count}"):
             load_data("digits").with_fewer(count, 0)
 

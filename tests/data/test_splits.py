@@ -41,7 +41,7 @@ class TestGroups:
         assert {slide(name) for name in other.test.names} == parts[2]
         assert {slide(name) for name in other.val.names} != parts[1]
 
-    def test_the_whole_match_without_parentheses(self, tmp_path: Path) -> None:
+    def test_group_by_uses_the_whole_match_without_parentheses(self, tmp_path: Path) -> None:
         data = load_data(slides(tmp_path), group_by=r"slide\d")
         assert not {slide(n) for n in data.train.names} & {slide(n) for n in data.test.names}
 
@@ -92,7 +92,7 @@ class TestCopies:
         )
 
     @pytest.mark.filterwarnings("error")
-    def test_nothing_is_told_without_copies(self, tmp_path: Path) -> None:
+    def test_no_warning_without_duplicates(self, tmp_path: Path) -> None:
         load_data(slides(tmp_path))
 
 

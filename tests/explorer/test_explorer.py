@@ -56,7 +56,7 @@ def test_a_place_goes_where_its_pixel_goes(size: int, quarters: int, data: st.Da
 
 
 @given(st.floats(-360, 360), st.integers(0, 255))
-def test_turning_an_even_image_leaves_it(degrees: float, grey: int) -> None:
+def test_rotation_of_a_constant_image_is_the_image(degrees: float, grey: int) -> None:
     image = np.full((3, 8, 8), grey, np.uint8)
     assert np.array_equal(turn(image, degrees), image)
 
@@ -287,7 +287,7 @@ def test_calls_that_are_none(answers: Answers, change: dict[str, Any], message: 
         answers.choice([CALL])
 
 
-def test_a_call_names_a_sample_or_carries_an_image(comparison: Comparison, answers: Answers) -> None:
+def test_image_by_number_or_by_content(comparison: Comparison, answers: Answers) -> None:
     carried = answers.choice(CALL | {"image": pixels(comparison.samples[2].image)})
     named = answers.choice(CALL | {"image": 2})
     assert np.array_equal(carried.image, named.image)
@@ -434,7 +434,7 @@ def test_without_the_extra(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("host", "warned"), [("0.0.0.0", True), ("127.0.0.1", False), ("localhost", False)])
-def test_others_are_let_in_only_with_a_warning(
+def test_non_loopback_host_prints_a_warning(
     host: str, warned: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import uvicorn

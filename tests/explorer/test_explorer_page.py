@@ -288,7 +288,7 @@ def test_files_and_other_services_are_out_of_reach(server: Server, path: str) ->
     assert "import" not in text
 
 
-def test_methods_and_calls_that_are_none(server: Server) -> None:
+def test_wrong_methods_and_malformed_requests(server: Server) -> None:
     assert server.ask("/api/look")[0] == 405
     assert server.ask("/", "POST", b"")[0] == 405
     for body in (b"", b"{", b"[]", b"null", b'{"image": 0}', b'{"a":1,"a":2}', b"[" * 4000, b"\xff"):

@@ -80,7 +80,7 @@ def test_by_rule() -> None:
 
 
 @pytest.mark.parametrize("size", [(32, 32), (33, 33), (29, 37), (31, 30), (9, 5)])
-def test_every_map_keeps_its_size(size: tuple[int, int]) -> None:
+def test_converted_layers_keep_output_sizes(size: tuple[int, int]) -> None:
     network = Network().eval()
     images = torch.randn(1, 3, *size)
     shapes: dict[str, list[torch.Size]] = {name: [] for name in IN_BLOCKS}
@@ -129,7 +129,7 @@ def test_the_kind_of_layer(layer: Any, kind: type) -> None:
     assert (new.kernel_size, new.num_heads, new.backend) == (7, 2, "eager")
 
 
-def test_what_the_layer_had_stays() -> None:
+def test_conversion_keeps_dtype_device_and_mode() -> None:
     network = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, padding="same", dtype=torch.float64)
     ).eval()
@@ -141,7 +141,7 @@ def test_what_the_layer_had_stays() -> None:
     assert not new.training
 
 
-def test_a_layer_in_two_places_stays_one() -> None:
+def test_shared_convolution_stays_shared() -> None:
     shared = nn.Conv2d(8, 8, 3, padding=1)
     network = nn.Sequential(nn.Conv2d(3, 8, 3), shared, nn.ReLU(), shared)
     report = convert(network, num_heads=2)
@@ -170,7 +170,7 @@ class DefinedBackwards(nn.Module):
         return self.body(self.stem(x))
 
 
-def test_first_is_what_runs_first() -> None:
+def test_first_convolution_by_order_of_execution() -> None:
     report = convert(DefinedBackwards(), num_heads=4, input_shape=(3, 8, 8))
     assert list(report.replaced) == ["body"]
     assert report.kept == {"stem": "it is the first convolution of the network"}
@@ -182,7 +182,7 @@ def test_first_is_what_runs_first() -> None:
     )
 
 
-def test_running_it_to_see_leaves_the_network_as_it_was() -> None:
+def test_tracing_leaves_the_network_unchanged() -> None:
     network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, padding=1)).train()
     convert(network, num_heads=4, input_shape=(3, 8, 8))
     assert network[1].num_batches_tracked == 0
@@ -217,7 +217,7 @@ class Listed(DefinedBackwards):
         (Listed, "ValueError: it still calls the convolution that was body, which it holds elsewhere too"),
     ],
 )
-def test_a_network_that_does_not_work_converted(kind: type[DefinedBackwards], reason: str) -> None:
+def test_conversion_that_breaks_the_network_is_undone(kind: type[DefinedBackwards], reason: str) -> None:
     network = kind()
     body = network.body
     with pytest.raises(ValueError, match=rf"image of shape \[3, 8, 8\], and was left as it was: {reason}$"):
@@ -349,7 +349,7 @@ ADDITIONS: dict[str, tuple[Callable[[nn.Conv2d], Any], str]] = {
 
 @pytest.mark.parametrize("name", ADDITIONS)
 @pytest.mark.parametrize("kind", [nn.Conv2d, partial(GroupConv2d, group="p4")], ids=["planar", "group"])
-def test_what_was_added_to_a_convolution_is_not_lost(name: str, kind: Any) -> None:
+def test_convolutions_with_hooks_or_norms_are_kept(name: str, kind: Any) -> None:
     adorn, what = ADDITIONS[name]
     conv = kind(8, 8, 3, padding=1)
     adorn(conv)
@@ -385,7 +385,7 @@ def test_an_error_leaves_the_network_as_it_was() -> None:
     assert not [m for m in network.modules() if isinstance(m, LocalAttention2d)]
 
 
-def test_names_that_match_nothing() -> None:
+def test_where_matches_no_convolution() -> None:
     with pytest.raises(
         ValueError, match=r"no spatial convolution is named 'layer1.0.conv'; the nearest are 'layer1.0"
     ):

@@ -45,7 +45,7 @@ def test_p4_attention_models_do_not_see_quarter_turns(name: str) -> None:
     assert all(gamma.any() for gamma in gammas)  # the blocks took part
 
 
-def test_p4_convolution_does_so_with_pooling() -> None:
+def test_p4_convolution_with_pooling_is_invariant() -> None:
     images = torch.randn(2, 3, 32, 32)
     model = create_model("p4resnet29", downsample="pool").eval()
     with no_warnings():
@@ -64,7 +64,7 @@ def test_p4m_models_do_not_see_flips_either(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list_models("p4*29*"))
-def test_exactly_whatever_the_weights(name: str) -> None:
+def test_equivariance_is_exact_for_any_weights(name: str) -> None:
     """In double precision, with no part of the network idle: the features turn with the image."""
     model = awake(create_model(name, **TINY | {"downsample": "pool"}).double())
     images = torch.randn(2, 3, 12, 8, dtype=torch.float64)

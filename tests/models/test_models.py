@@ -405,7 +405,7 @@ def test_a_description_is_checked_however_it_is_made() -> None:
         ResNetConfig(group="c3", widths=(8, 8, 8), kernel_size=3, num_heads=1, downsample="pool")
 
 
-def test_names_that_are_not_there() -> None:
+def test_unknown_attribute() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         selfconv.nothing  # type: ignore[attr-defined]  # noqa: B018
 

@@ -180,7 +180,7 @@ def test_torchs_dropout_treats_planes_differently() -> None:
 PAIRS = [(g, k) for g in ALL for k in ALL if {*k.matrices} <= {*g.matrices}]
 
 
-def test_there_are_pairs_in_and_out_of_order() -> None:
+def test_restriction_pairs_include_permuted_planes() -> None:
     assert (P4M, P4) in PAIRS
     assert (P4, Z2) in PAIRS
     orders = [RestrictGroup(k, group=g)._planes for g, k in PAIRS]

@@ -138,7 +138,7 @@ def test_actions_agree_with_escnn(name: str) -> None:
     assert seen == {*group}
 
 
-def test_a_group_with_its_own_order() -> None:
+def test_group_elements_in_another_order() -> None:
     group = Group("pmm", (IDENTITY, MIRROR, ((-1, 0), (0, 1)), ((-1, 0), (0, -1))))
     space = gspaces.flipRot2dOnR2(2)
     _, regular = types(space)

@@ -102,7 +102,7 @@ def test_sequences(mode: Any) -> None:
         torch.testing.assert_close(layer(x.roll(2, -1)), layer(x).roll(2, -1))
 
 
-def test_sequences_that_may_run_backwards() -> None:
+def test_sequences_with_reflection() -> None:
     layer = AffineSelfConv1d(3, 4, 5, num_heads=2, group=REFLECTION).double()
     x = torch.randn(2, 3, 2, 9, dtype=torch.float64)
     back = (2, 3)  # planes swapped, positions reversed
@@ -140,7 +140,7 @@ def test_fixed_filters_are_the_same_function(kind: type[AffineSelfConv2d], mode:
     torch.testing.assert_close(fix_filters(layer)(x), layer(x))
 
 
-def test_new_options_export_and_compile_to_what_they_are() -> None:
+def test_new_options_under_export_and_compile() -> None:
     model = nn.Sequential(
         LiftingSelfConv2d(1, 4, 3, dilation=2, padding_mode="circular", num_heads=2, group="p4"),
         AffineSelfConv2d(4, 4, 3, padding_mode="exclude", num_heads=2, group="p4"),

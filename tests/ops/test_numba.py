@@ -48,7 +48,7 @@ def poisoned_memory() -> Iterator[None]:
 
 @pytest.mark.parametrize("kernel_size", [1, 5, 11])
 @pytest.mark.parametrize("tasks", [2, 1000])
-def test_strips_of_rows_make_no_difference(
+def test_splitting_rows_into_tasks_changes_nothing(
     tasks: int, kernel_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each adds to the gradients of rows of its neighbours, and each counts its own filters' once."""
@@ -103,7 +103,7 @@ def test_saturated_attention_is_as_exact_as_its_dtype(gap: float, backend: str) 
     assert error <= 8 * torch.finfo(torch.float64).eps * beta_v.abs().max().item()
 
 
-def test_nan_stays_where_it_is() -> None:
+def test_nan_spreads_to_its_window_alone() -> None:
     k = torch.randn(1, 1, 6, 6)
     k[0, 0, 0, 0] = torch.nan
     out = affine_self_conv(k, k, k, None, None, None, None, num_heads=1, kernel_size=3, backend="numba")
@@ -259,7 +259,7 @@ def _threads_of_child(queue: multiprocessing.SimpleQueue) -> None:
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_children_that_are_no_copies_keep_their_threads(method: str) -> None:
+def test_spawned_children_use_all_threads(method: str) -> None:
     context: Any = multiprocessing.get_context(method)
     queue = context.SimpleQueue()
     child = context.Process(target=_threads_of_child, args=(queue,))

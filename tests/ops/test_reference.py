@@ -185,7 +185,7 @@ def test_eq19_eq20_group_asc_weighs_by_query_and_key() -> None:
     assert out.flatten().tolist() == pytest.approx([6 * math.e / (math.e + 8), 0, 0, 0])
 
 
-def test_no_psi_passes_each_plane_on() -> None:
+def test_no_psi_is_the_identity_on_planes() -> None:
     q, k, v = torch.randn(3, 2, 4, 3, 2, dtype=torch.float64)
     beta_k, beta_v = torch.randn(2, 2, 3, 3, dtype=torch.float64)
     one = torch.zeros(2, 4, 3, 3, dtype=torch.float64)

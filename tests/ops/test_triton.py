@@ -135,7 +135,7 @@ def test_compiles_to_one_graph() -> None:
         torch.testing.assert_close(d, expected[name], rtol=1e-5, atol=1e-5)
 
 
-def test_keeps_only_the_log_sum_exp() -> None:
+def test_backward_stores_only_the_log_sum_exp() -> None:
     case = call("p4", 1, 2)
     inputs = {name: t for name, t in case.tensors().items() if t is not None}
     kept: dict[int, Tensor] = {}
@@ -227,7 +227,7 @@ def test_block_sizes_fit_the_hardware_limits(depths: tuple[int, int], blocks: li
 # ---- when it runs ----
 
 
-def test_refuses_what_it_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_calls_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     x, psi, dense = torch.randn(1, 2, 3, 3), torch.randn(2, 3, 3), torch.randn(2, 2, 3, 3)
     with pytest.raises(ValueError, match="'triton' does not serve this call: it serves no dense ψ"):
         affine_self_conv(x, x, x, dense, None, psi, None, num_heads=1, backend="triton")

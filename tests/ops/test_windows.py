@@ -37,7 +37,7 @@ def test_windows_agree_with_the_reference(window: dict[str, Any], mode: str, bac
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("group", ["p4", HALVES_OF_A_TURN], ids=str)
 @pytest.mark.parametrize("lifting", [False, True])
-def test_on_groups_they_agree_with_the_reference(
+def test_windows_on_groups_agree_with_the_reference(
     group: str | Group, mode: str, lifting: bool, backend: str
 ) -> None:
     case = replace(Z2, group=group, batch=1, padding_mode=mode, dilation=2, lifting=lifting)

@@ -189,7 +189,7 @@ def test_lower(sasa: Outcome, verdict: Verdict) -> None:
         (90.6, 240_000, Verdict.FAILS),  # a fifth fewer only
     ],
 )
-def test_within_one_deviation(mean: float, parameters: int, verdict: Verdict) -> None:
+def test_claim_within_one_deviation(mean: float, parameters: int, verdict: Verdict) -> None:
     results = {
         "resnet29": outcome(91, 0.5, 3, 300_000),
         "resnet29_simple_asc": outcome(mean, 0.1, 3, parameters),
@@ -238,7 +238,7 @@ def test_the_papers_own_numbers() -> None:
 # ---- tables ----
 
 
-def test_a_row_beside_the_papers(tmp_path: Path) -> None:
+def test_interval_of_the_difference_from_the_paper(tmp_path: Path) -> None:
     """92.18 ± 0.34 and 91.18 ± 0.34, both of 8: 1 ± t(14) · 0.34 · √(2/8) = 1 ± 0.364614."""
     make_runs(tmp_path, "resnet29", EIGHT)
     table = only_table(tmp_path)

@@ -134,7 +134,7 @@ def test_plans_that_are_not_the_papers_fall_short_of_nothing() -> None:
     assert make_plan("rotation", Budget(epochs=1)).reduced == ("1 epoch instead of 12",)
 
 
-def test_what_is_reduced_is_said() -> None:
+def test_reductions_of_the_budget_are_listed() -> None:
     small = make_plan("cifar10", Budget(epochs=1, seeds=1, subset=5000, models="p4*"))
     assert small.on("cifar10", 45_000, 10_000).reduced == (
         "5,000 of 45,000 training images",

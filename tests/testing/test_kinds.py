@@ -76,7 +76,7 @@ def test_any_output_can_be_audited(model: nn.Module, outputs: Any) -> None:
         (net(GroupPool(group="p4")), "invariant"),
     ],
 )
-def test_what_is_something_else_is_found(model: nn.Module, outputs: Any) -> None:
+def test_wrong_kinds_of_output_fail_the_audit(model: nn.Module, outputs: Any) -> None:
     assert not audit(model, 8, "p4", outputs=outputs).passed
     x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
     with pytest.raises(AssertionError, match="not equivariant to p4"):

@@ -126,7 +126,7 @@ def batch(augment: Augment | None) -> torch.Tensor:
 
 
 class TestLooks:
-    def test_off_by_default_and_with_the_same_bits(self) -> None:
+    def test_augmentations_are_off_by_default(self) -> None:
         plain = batch(Augment(flip=True, pad=1))
         assert torch.equal(plain, batch(Augment(flip=True, pad=1, erase=0.0)))
         recipe = Recipe()

@@ -97,7 +97,7 @@ def test_the_documentation_s_code_runs() -> None:
     assert (names["view"].alpha.sum((1, 2)) - 1).abs().max() < 1e-6
 
 
-def test_its_pictures_are_there_and_small() -> None:
+def test_documented_pictures_exist_and_are_small() -> None:
     pictures = re.findall(r"!\[.*?\]\((.*?)\)", PAGE)
     assert len(pictures) == 8
     for picture in pictures:

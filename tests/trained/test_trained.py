@@ -33,7 +33,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_every_command_takes_it(
+def test_every_command_opens_every_kind_of_trained_model(
     place: str,
     work: Path,
     tmp_path: Path,

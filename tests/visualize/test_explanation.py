@@ -108,7 +108,7 @@ def test_occlusion_measures_what_is_covered() -> None:
         occlusion_maps(Count(), image, cells=1)
 
 
-def test_networks_without_such_a_head() -> None:
+def test_activation_map_needs_pooling_and_a_linear_head() -> None:
     model = tiny("resnet29_asc")
     model.reset_classifier(0)
     with pytest.raises(

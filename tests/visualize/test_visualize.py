@@ -186,7 +186,7 @@ def test_maps_of_a_group_model_turn_with_the_image(name: str) -> None:
     )
 
 
-def test_maps_of_a_planar_model_do_not() -> None:
+def test_maps_of_a_planar_model_do_not_turn_with_the_image() -> None:
     model = tiny("resnet29_asc").double()
     image = torch.randn(3, 8, 8, dtype=torch.float64)
     view = equivariance_view(model, image, "stages.0.0.spatial.conv")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from selfconv.data import DataError, Dataset, fit, load_data
-from selfconv.data.dataset import Part, build
+from selfconv.data.dataset import SourcePart, build
 from selfconv.data.sources.npz import enlarge
 from selfconv.data.splits import stratified
 
@@ -95,7 +95,7 @@ class TestSplit:
     @pytest.mark.parametrize("change", ["pixel", "label", "name", "move"])
     def test_digest_sees_every_change(self, change: str) -> None:
         def digest(x: np.ndarray, y: np.ndarray, names: list[str], cut: int = 4) -> str:
-            parts = {"train": Part(x[:cut], y[:cut]), "test": Part(x[cut:], y[cut:])}
+            parts = {"train": SourcePart(x[:cut], y[:cut]), "test": SourcePart(x[cut:], y[cut:])}
             return build("x", parts, names, image_size=None, seed=0, validation=0).digest
 
         x, y, names = np.zeros((6, 2, 2), np.uint8), np.array([0, 1] * 3), ["a", "b"]

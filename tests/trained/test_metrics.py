@@ -18,8 +18,8 @@ from sklearn import metrics as sklearn
 from selfconv.data import Split, load_data
 from selfconv.train import Trainer, make_accelerator, open_data, train
 from selfconv.trained import evaluate, open_trained
-from selfconv.trained.answers import Answers
 from selfconv.trained.metrics import measure_quality, roc_auc, wilson_interval
+from selfconv.trained.prediction_table import PredictionTable
 
 
 def answers(seed: int, images: int, classes: int, digits: int) -> tuple[np.ndarray, np.ndarray]:
@@ -136,7 +136,7 @@ def test_other_images(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_the_most_confident_mistakes_come_first() -> None:
     split = Split(torch.zeros(4, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 0, 1, 0]))
     probabilities = torch.tensor([[0.4, 0.6], [0.9, 0.1], [0.8, 0.2], [0.3, 0.7]])
-    found = Answers(split, probabilities, ["a", "b"])
+    found = PredictionTable(split, probabilities, ["a", "b"])
     assert found.mistakes().tolist() == [2, 3, 0]
     assert len(found.mistakes_figure("x").axes) == 3
     assert found.to_csv().splitlines()[1].startswith("0,a,b,0.6")

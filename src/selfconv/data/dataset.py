@@ -202,7 +202,7 @@ def describe_channels(channels: int) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class SourcePart:
     """Images of a source, not yet checked: for training, validation or the test."""
 
     images: Images | Stack
@@ -210,9 +210,9 @@ class Part:
     names: Sequence[str] = ()
     groups: Sequence[str] | None = None  # of images that must stay on one side of a split
 
-    def take(self, index: Labels) -> Part:
+    def take(self, index: Labels) -> SourcePart:
         stack = self.images if isinstance(self.images, Stack) else Stack(self.images)
-        return Part(
+        return SourcePart(
             stack.take(index),
             self.labels[index],
             [self.names[i] for i in index] if self.names else (),
@@ -220,7 +220,7 @@ class Part:
         )
 
 
-Arrays = Mapping[str, Part]  # "train", "test" and maybe "val"
+Arrays = Mapping[str, SourcePart]  # "train", "test" and maybe "val"
 
 
 def build(
@@ -273,7 +273,7 @@ def build(
     return Dataset(name, train, val, test, names, digest.hexdigest(), own_test, pixels)
 
 
-def _split(part: Part, levels: int) -> Split:
+def _split(part: SourcePart, levels: int) -> Split:
     labels = torch.from_numpy(part.labels.copy())
     stack = part.images
     assert isinstance(stack, Stack)
@@ -299,7 +299,9 @@ def warn_of_data(data: Dataset) -> None:
         )
 
 
-def store_arrays(name: str, arrays: Mapping[str, Part], text: str) -> tuple[dict[str, Part], PixelRange]:
+def store_arrays(
+    name: str, arrays: Mapping[str, SourcePart], text: str
+) -> tuple[dict[str, SourcePart], PixelRange]:
     """Arrays of any type of number as the integers of one range, chosen as ``--range`` says."""
     images = {part: given.images for part, given in arrays.items()}
     stacks = {part: x for part, x in images.items() if isinstance(x, np.ndarray) and x.size}

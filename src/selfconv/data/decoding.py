@@ -1,9 +1,9 @@
 """Decodes the image files of a data set: into memory, or, if they need too much, once into a cache on disk.
 
 The cache of a data set is a folder, named by a digest of its files (names, sizes, times of change) and of the
-options: ``plan.json`` (the shape and type of the array), ``images`` (the array), ``chunks.jsonl`` (a line for
-each chunk that is on disk, so that a process that was stopped continues where it was), and ``done.json`` when
-all of it is there. One process writes it, and others that need it wait on its lock.
+options: ``layout.json`` (the shape and type of the array), ``images`` (the array), ``chunks.jsonl`` (a line
+for each chunk on disk, so that an interrupted process continues where it stopped), and ``done.json`` when all
+chunks are there. One process writes it, and others that need it wait on its lock.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FORMAT = 1  # of the cache; part of its name
 
 
 @dataclass(frozen=True)
-class Plan:
+class ArrayLayout:
     """The array that a data set's images become."""
 
     count: int
@@ -92,19 +92,19 @@ def decode_all(
         reader = _Reader(what, items, pool)
         if (folder / "done.json").exists():
             return _open_cache(folder, limit)
-        plan = (
-            _read_plan(folder, len(items))
-            if (folder / "plan.json").exists()
-            else reader.plan(image_size, pixel_range)
+        layout = (
+            _read_layout(folder, len(items))
+            if (folder / "layout.json").exists()
+            else reader.layout(image_size, pixel_range)
         )
-        if plan.nbytes <= limit:
-            return _in_memory(reader, plan)
-        _check_room(what, cache, plan, limit)
+        if layout.nbytes <= limit:
+            return _in_memory(reader, layout)
+        _check_room(what, cache, layout, limit)
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / ".lock"):
             if not (folder / "done.json").exists():
-                write_json(folder / "plan.json", asdict(plan))
-                _write_cache(reader, plan, folder)
+                write_json(folder / "layout.json", asdict(layout))
+                _write_cache(reader, layout, folder)
     return _open_cache(folder, limit)
 
 
@@ -114,7 +114,7 @@ class _Reader:
     def __init__(self, what: str, items: Sequence[Item], pool: ThreadPoolExecutor) -> None:
         self.what, self.items, self.pool = what, items, pool
 
-    def plan(self, image_size: int | None, pixel_range: str) -> Plan:
+    def layout(self, image_size: int | None, pixel_range: str) -> ArrayLayout:
         """Reads all headers, and, if the range has to be found, the values."""
 
         def header(item: Item) -> Header | None:
@@ -138,7 +138,7 @@ class _Reader:
             raise DataError(f"{self.what}: expected images of as many channels; got {known} ({first})")
         dtypes = {one.dtype for _, one in headers} or {"uint8"}
         pixels, settled = self._range(pixel_range, dtypes)
-        return Plan(len(self.items), image_size or common, max(channels), pixels, settled)
+        return ArrayLayout(len(self.items), image_size or common, max(channels), pixels, settled)
 
     def _range(self, pixel_range: str, dtypes: set[str]) -> tuple[PixelRange, bool]:
         if pixel_range == "auto" and dtypes == {"uint16"}:  # every value has a place already
@@ -160,24 +160,24 @@ class _Reader:
                 show(done)
         return min((low for low, _ in found), default=0.0), max((high for _, high in found), default=1.0)
 
-    def fill(self, plan: Plan, done: set[int], keep: Callable[[NDArray, ChunkFacts], None]) -> None:
+    def fill(self, layout: ArrayLayout, done: set[int], keep: Callable[[NDArray, ChunkFacts], None]) -> None:
         """Decodes the chunks that are not done, and hands each to ``keep``."""
         failures: list[str] = []
 
         def one(index: int) -> tuple[NDArray | None, str]:
             try:
-                return decode(self.items[index], plan.size, plan.channels, plan.pixels), ""
+                return decode(self.items[index], layout.size, layout.channels, layout.pixels), ""
             except UnreadableError as error:
                 return None, f"{self.items[index].name} ({error})"
 
-        starts = range(0, plan.count, plan.chunk)
-        with progress(f"reading {self.what}", plan.count, unit="images") as show:
-            ready = sum(min(plan.chunk, plan.count - starts[number]) for number in done)
+        starts = range(0, layout.count, layout.chunk)
+        with progress(f"reading {self.what}", layout.count, unit="images") as show:
+            ready = sum(min(layout.chunk, layout.count - starts[number]) for number in done)
             for number, start in enumerate(starts):
                 if number in done:
                     continue
                 images = np.zeros(
-                    (min(plan.chunk, plan.count - start), *plan.shape[1:]), plan.pixels.stored_as
+                    (min(layout.chunk, layout.count - start), *layout.shape[1:]), layout.pixels.stored_as
                 )
                 failed = len(failures)
                 for row, (image, failure) in enumerate(self.pool.map(one, range(start, start + len(images)))):
@@ -194,67 +194,68 @@ class _Reader:
         if failures:
             more = f" and {len(failures) - NAMED} more" if len(failures) > NAMED else ""
             named = ", ".join(failures[:NAMED]) + more
-            raise DataError(f"{self.what}: {len(failures)} of {plan.count} images cannot be read: {named}")
+            raise DataError(f"{self.what}: {len(failures)} of {layout.count} images cannot be read: {named}")
 
 
-def _final(plan: Plan, facts: Sequence[ChunkFacts]) -> Plan:
+def _final(layout: ArrayLayout, facts: Sequence[ChunkFacts]) -> ArrayLayout:
     """Grey if every image is, and with the range that the images use."""
-    grey = plan.channels == 3 and all(chunk.grey for chunk in facts)
-    pixels = plan.pixels
-    if not plan.settled:
+    grey = layout.channels == 3 and all(chunk.grey for chunk in facts)
+    pixels = layout.pixels
+    if not layout.settled:
         highest = float(max(chunk.highest for chunk in facts))
         pixels = choose_range("auto", ["uint16"], lambda: (0.0, highest), "")
-    return Plan(plan.count, plan.size, 1 if grey else plan.channels, pixels, True)
+    return ArrayLayout(layout.count, layout.size, 1 if grey else layout.channels, pixels, True)
 
 
-def _in_memory(reader: _Reader, plan: Plan) -> tuple[Stack, PixelRange]:
-    images, facts = np.empty(plan.shape, plan.pixels.stored_as), []
+def _in_memory(reader: _Reader, layout: ArrayLayout) -> tuple[Stack, PixelRange]:
+    images, facts = np.empty(layout.shape, layout.pixels.stored_as), []
 
     def keep(chunk: NDArray, about: ChunkFacts) -> None:
-        start = about.number * plan.chunk
+        start = about.number * layout.chunk
         images[start : start + len(chunk)] = chunk
         facts.append(about)
 
-    reader.fill(plan, set(), keep)
-    final = _final(plan, facts)
+    reader.fill(layout, set(), keep)
+    final = _final(layout, facts)
     return Stack(np.ascontiguousarray(images[..., : final.channels], final.pixels.stored_as)), final.pixels
 
 
 # ---- the cache ----
 
 
-def _check_room(what: str, cache: Path, plan: Plan, limit: float) -> None:
+def _check_room(what: str, cache: Path, layout: ArrayLayout, limit: float) -> None:
     cache.mkdir(parents=True, exist_ok=True)
     found = os.statvfs(cache)
     free = found.f_bavail * found.f_frsize
-    if plan.nbytes > free:
+    if layout.nbytes > free:
         raise DataError(
-            f"{what}: {plan.count} images of {plan.size}×{plan.size} need {plan.nbytes / 1e9:.1f} GB, more "
-            f"than the {limit / 1e9:.1f} GB of memory for images; {cache} has room for {free / 1e9:.1f} GB: "
+            f"{what}: {layout.count} images of {layout.size}×{layout.size} need "
+            f"{layout.nbytes / 1e9:.1f} GB, more than the {limit / 1e9:.1f} GB of memory for images; "
+            f"{cache} has room for {free / 1e9:.1f} GB: "
             "give a smaller image_size, or another place in $SELFCONV_DATA"
         )
 
 
-def _read_plan(folder: Path, count: int) -> Plan:
-    plan = read_as(Plan, folder / "plan.json")
-    if plan.count != count:
+def _read_layout(folder: Path, count: int) -> ArrayLayout:
+    layout = read_as(ArrayLayout, folder / "layout.json")
+    if layout.count != count:
         raise DataError(
-            f"{folder}: expected the plan of {count} images; got {plan.count}: delete this folder"
+            f"{folder}: expected the layout of {count} images; got {layout.count}: delete this folder"
         )
-    return plan
+    return layout
 
 
-def _write_cache(reader: _Reader, plan: Plan, folder: Path) -> None:
+def _write_cache(reader: _Reader, layout: ArrayLayout, folder: Path) -> None:
     journal = folder / "chunks.jsonl"
     facts = _chunks_on_disk(journal)
     with (
         open(folder / "images", "r+b" if facts else "w+b") as file,
         open(journal, "a" if facts else "w") as lines,
     ):
-        file.truncate(plan.nbytes)
+        file.truncate(layout.nbytes)
 
         def keep(chunk: NDArray, about: ChunkFacts) -> None:
-            file.seek(about.number * plan.chunk * chunk[0].nbytes)
+            file.seek(about.number * layout.chunk * chunk[0].nbytes)
             file.write(chunk.data)
             file.flush()
             os.fdatasync(file.fileno())  # before the line that says so
@@ -262,10 +263,10 @@ def _write_cache(reader: _Reader, plan: Plan, folder: Path) -> None:
             lines.flush()
             facts[about.number] = about
 
-        reader.fill(plan, {*facts}, keep)
-    final = _final(plan, [*facts.values()])
-    if final.shape != plan.shape or final.pixels.stored_as != plan.pixels.stored_as:
-        stored = Stack(_map(folder / "images", plan))
+        reader.fill(layout, {*facts}, keep)
+    final = _final(layout, [*facts.values()])
+    if final.shape != layout.shape or final.pixels.stored_as != layout.pixels.stored_as:
+        stored = Stack(_map(folder / "images", layout))
         with open(folder / "images.final", "wb") as whole:
             for chunk in stored.chunks():
                 whole.write(np.ascontiguousarray(chunk[..., : final.channels], final.pixels.stored_as).data)
@@ -288,18 +289,18 @@ def _chunks_on_disk(journal: Path) -> dict[int, ChunkFacts]:
     return facts
 
 
-def _map(path: Path, plan: Plan) -> NDArray:
+def _map(path: Path, layout: ArrayLayout) -> NDArray:
     # copy-on-write, since torch wants memory that may be written to; nobody writes to it
-    return np.memmap(path, plan.pixels.stored_as, "c", shape=plan.shape)
+    return np.memmap(path, layout.pixels.stored_as, "c", shape=layout.shape)
 
 
 def _open_cache(folder: Path, limit: float) -> tuple[Stack, PixelRange]:
     try:
-        plan = read_as(Plan, folder / "done.json")
-        array = _map(folder / "images", plan)
+        layout = read_as(ArrayLayout, folder / "done.json")
+        array = _map(folder / "images", layout)
     except (ValueError, OSError) as error:
         raise DataError(f"{folder}: expected decoded images ({error}): delete this folder") from None
-    return Stack(np.array(array) if plan.nbytes <= limit else array), plan.pixels
+    return Stack(np.array(array) if layout.nbytes <= limit else array), layout.pixels
 
 
 def files_key(items: Sequence[Item]) -> str:

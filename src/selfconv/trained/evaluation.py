@@ -21,10 +21,10 @@ from selfconv.data import DataInfo, Split
 from selfconv.groups import P4
 from selfconv.testing import relative_error
 from selfconv.train import Watch
-from selfconv.trained.answers import Answers
 from selfconv.trained.metrics import Quality, measure_quality
 from selfconv.trained.model import TrainedModel
 from selfconv.trained.outputs import logits
+from selfconv.trained.prediction_table import PredictionTable
 from selfconv.trained.rotation import (
     STEP,
     RotationCurve,
@@ -221,14 +221,14 @@ def evaluate(
         return evaluation
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "evaluation.json", asdict(evaluation))
-    answers = Answers(split, probabilities, trained.data.class_names)
-    write_atomically(folder / "predictions.csv", answers.to_csv().encode())
+    table = PredictionTable(split, probabilities, trained.data.class_names)
+    write_atomically(folder / "predictions.csv", table.to_csv().encode())
     if not pictures or find_spec("matplotlib") is None:  # the numbers are in the file
         return evaluation
     save_figure(confusion_figure(evaluation), folder / "confusion.png")
     curve = {trained.name: evaluation.rotation}
     save_figure(rotation_figure(curve, evaluation.data), folder / "rotation.png")
-    save_figure(answers.mistakes_figure(evaluation.data), folder / "mistakes.png")
+    save_figure(table.mistakes_figure(evaluation.data), folder / "mistakes.png")
     return evaluation
 
 

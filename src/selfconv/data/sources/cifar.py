@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from selfconv.data.dataset import Dataset, MissingDataError, Part, build
+from selfconv.data.dataset import Dataset, MissingDataError, SourcePart, build
 from selfconv.data.pixels import DataError
 from selfconv.data.sources.download import check, download
 from selfconv.data.sources.unpickle import read_pickle
@@ -78,10 +78,10 @@ def load_cifar(
     if any(type(label) is not str for label in names):
         raise DataError(f"{path}: {archive.meta}: expected strings in {archive.names!r}")
 
-    def part(batches: tuple[str, ...]) -> Part:
+    def part(batches: tuple[str, ...]) -> SourcePart:
         pairs = [_batch(fields[batch], archive.labels, f"{path}: {batch}") for batch in batches]
         images, labels = zip(*pairs, strict=True)
-        return Part(np.concatenate(images), np.concatenate(labels))
+        return SourcePart(np.concatenate(images), np.concatenate(labels))
 
     arrays = {"train": part(archive.train), "test": part(archive.test)}
     return build(name, arrays, names, image_size=image_size, seed=seed, validation=validation)
@@ -93,7 +93,7 @@ def imitation(name: str, *, image_size: int | None, seed: int, validation: float
     classes = {"cifar10": 10, "cifar100": 100}[name]
     random = np.random.default_rng(0)
     arrays = {
-        part: Part(random.integers(0, 256, (count, 32, 32, 3), np.uint8), np.arange(count) % classes)
+        part: SourcePart(random.integers(0, 256, (count, 32, 32, 3), np.uint8), np.arange(count) % classes)
         for part, count in (("train", 50_000), ("test", 10_000))
     }
     return replace(build(name, arrays, **options), digest="")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from selfconv._files import check_file
-from selfconv.data.dataset import Dataset, Part, build
+from selfconv.data.dataset import Dataset, SourcePart, build
 from selfconv.data.decoding import decode_all, files_key
 from selfconv.data.images import IMAGE_SUFFIXES, Item, require_pillow, stack_items
 from selfconv.data.pixels import DataError, UnreadableError
@@ -55,7 +55,9 @@ def load_listing(listing: Listing, *, seed: int, validation: float, **decoding: 
     arrays, start = {}, 0
     for name, part in listing.parts.items():
         rows = np.arange(start, start + len(part.items))
-        arrays[name] = Part(stack.take(rows), part.labels, [item.name for item in part.items], part.groups)
+        arrays[name] = SourcePart(
+            stack.take(rows), part.labels, [item.name for item in part.items], part.groups
+        )
         start += len(part.items)
     own_test = "test" in arrays
     if not own_test:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfconv._memory import machine_memory
-from selfconv.data.dataset import Arrays, Dataset, Part, build, store_arrays
+from selfconv.data.dataset import Arrays, Dataset, SourcePart, build, store_arrays
 from selfconv.data.pixels import DataError
 from selfconv.data.stored import Images
 
@@ -54,7 +54,7 @@ def read_npz(path: Path) -> tuple[Arrays, list[str] | None]:
     if any(not isinstance(array, np.ndarray) for pair in arrays.values() for array in pair):
         raise DataError(f"{path}: expected arrays; got members that are not .npy arrays")
     named = {
-        part: Part(x, y, [f"x_{part}[{i}]" for i in range(len(x) if x.ndim else 0)])
+        part: SourcePart(x, y, [f"x_{part}[{i}]" for i in range(len(x) if x.ndim else 0)])
         for part, (x, y) in arrays.items()
     }
     return named, None if names is None else _class_names(path, names)

@@ -19,7 +19,7 @@ from selfconv.study.report.figures import (
     curves_picture,
     rotation_picture,
 )
-from selfconv.study.report.page import Part, html, markdown, pictures_of
+from selfconv.study.report.page import ReportSection, html, markdown, pictures_of
 from selfconv.study.report.read import read
 from selfconv.study.report.summary import Study, summarise
 
@@ -61,7 +61,7 @@ def write_report(folders: Sequence[Path], out: Path) -> list[Path]:
     return list(files)
 
 
-def _part(study: Study, names: set[str]) -> Part:
+def _part(study: Study, names: set[str]) -> ReportSection:
     ablation = len(study.tables) > 1 and not any(table.line_up for table in study.tables)
     overview = ablation_picture(_name(names, "accuracy", study.title), study) if ablation else None
     pictures = {}
@@ -72,7 +72,7 @@ def _part(study: Study, names: set[str]) -> Part:
             curves_picture(_name(names, "curves", table.title), table),
         ]
         pictures[table.title] = [*found, *(picture for picture in drawn if picture is not None)]
-    return Part(study, overview, pictures)
+    return ReportSection(study, overview, pictures)
 
 
 def _name(names: set[str], *parts: str) -> str:

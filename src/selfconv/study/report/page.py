@@ -19,7 +19,7 @@ CLASSES = {Verdict.HOLDS: "holds", Verdict.FAILS: "fails", Verdict.FEW: "few"}
 
 
 @dataclass(frozen=True)
-class Part:
+class ReportSection:
     """A study with its pictures, as the page shows it."""
 
     study: Study
@@ -27,7 +27,7 @@ class Part:
     pictures: dict[str, list[Picture]]  # by the title of the table
 
 
-def pictures_of(parts: Sequence[Part]) -> list[Picture]:
+def pictures_of(parts: Sequence[ReportSection]) -> list[Picture]:
     found = []
     for part in parts:
         found += [part.overview] if part.overview is not None else []
@@ -35,11 +35,11 @@ def pictures_of(parts: Sequence[Part]) -> list[Picture]:
     return found
 
 
-def title_of(parts: Sequence[Part]) -> str:
+def title_of(parts: Sequence[ReportSection]) -> str:
     return parts[0].study.title if len(parts) == 1 else "Affine Self Convolution: results"
 
 
-def lead_of(parts: Sequence[Part], problems: Sequence[tuple[str, str]]) -> str:
+def lead_of(parts: Sequence[ReportSection], problems: Sequence[tuple[str, str]]) -> str:
     trials = [trial for part in parts for trial in part.study.trials]
     models = {
         (table.title, row.label)
@@ -74,7 +74,7 @@ def tally(table: ResultTable) -> str:
 # ---- HTML ----
 
 
-def html(parts: Sequence[Part], problems: Sequence[tuple[str, str]]) -> str:
+def html(parts: Sequence[ReportSection], problems: Sequence[tuple[str, str]]) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     here = Path(__file__).parent
@@ -109,7 +109,7 @@ def html(parts: Sequence[Part], problems: Sequence[tuple[str, str]]) -> str:
 # ---- Markdown ----
 
 
-def markdown(parts: Sequence[Part], problems: Sequence[tuple[str, str]], figures: str) -> str:
+def markdown(parts: Sequence[ReportSection], problems: Sequence[tuple[str, str]], figures: str) -> str:
     """``figures`` is the folder of the pictures, relative to the page."""
     lines = [f"# {_escaped(title_of(parts))}", "", lead_of(parts, problems), ""]
     reduced = [(part.study.title, line) for part in parts for line in part.study.reduced]

@@ -22,7 +22,7 @@ COLUMNS = 6
 
 
 @dataclass(frozen=True, eq=False)
-class Answers:
+class PredictionTable:
     """The probabilities ``[N, classes]`` that a model gives the images of a split."""
 
     split: Split

@@ -61,17 +61,21 @@ def write_json(path: Path, content: object) -> None:
 # ---- reading ----
 
 
+class FileRefused(ValueError):
+    """A path that is not a plain file, or a file that is too large."""
+
+
 def check_file(path: str | os.PathLike[str], limit: float) -> None:
-    """Raises ValueError, before anything is read, unless it is a plain file of at most so many bytes.
+    """Raises FileRefused, before anything is read, unless it is a plain file of at most so many bytes.
 
     A FIFO would keep its reader waiting, and a device has no end. OSError if there is no such file.
     """
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):
         other = _OTHER_KINDS.get(stat.S_IFMT(found.st_mode), "something else")
-        raise ValueError(f"expected a file; got {other}")
+        raise FileRefused(f"expected a file; got {other}")
     if found.st_size > limit:
-        raise ValueError(f"expected at most {limit:.0f} bytes; got {found.st_size}")
+        raise FileRefused(f"expected at most {limit:.0f} bytes; got {found.st_size}")
 
 
 def file_sha256(path: Path) -> str:

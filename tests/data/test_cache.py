@@ -27,8 +27,9 @@ def gallery(root: Path, kind: str, count: int = 30) -> Path:
     for label in "ab":
         (root / label).mkdir(parents=True)
         for i in range(count):
-            if kind == "deep":
-                tifffile.imwrite(root / label / f"{i:03}.tif", RANDOM.integers(0, 3000, (9, 9), np.uint16))
+            if kind in ("deep", "shallow"):
+                high = 3000 if kind == "deep" else 200  # which fits in a byte
+                tifffile.imwrite(root / label / f"{i:03}.tif", RANDOM.integers(0, high, (9, 9), np.uint16))
             else:
                 shape = (9, 9, 3) if kind == "colour" else (9, 9)
                 pixels = RANDOM.integers(0, 256, shape, np.uint8)
@@ -146,6 +147,50 @@ def test_killed(tmp_path: Path) -> None:
     process.wait()
     assert not [*(tmp_path / "cache").rglob("done.json")]
     assert same(load_data(root), load_data(root, memory=0, cache=tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("kind", ["grey", "shallow"])
+def test_killed_before_the_cache_is_declared_complete(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The array has been copied with fewer channels or bits, and ``done.json`` has not been written."""
+    root = gallery(tmp_path / "cells", kind)
+    write = decoding_module.write_json
+
+    def until_done(path: Path, content: Any) -> None:
+        if path.name == "done.json":
+            raise KeyboardInterrupt
+        write(path, content)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(decoding_module, "write_json", until_done)
+        with pytest.raises(KeyboardInterrupt):
+            load_data(root, memory=0, cache=tmp_path / "cache")
+    assert [*(tmp_path / "cache").rglob("images.final")]
+    assert same(load_data(root), load_data(root, memory=0, cache=tmp_path / "cache"))
+
+
+def test_a_full_disk_counts_what_is_decoded_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = gallery(tmp_path / "cells", "plain")
+    stat = os.statvfs
+
+    def full(path: Any) -> Any:
+        return os.statvfs_result((*stat(path)[:4], 0, *stat(path)[5:]))
+
+    decode_chunks = decoding_module._Reader.decode_chunks
+
+    def stopped(*args: Any) -> None:
+        decode_chunks(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(decoding_module._Reader, "decode_chunks", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            load_data(root, memory=0, cache=tmp_path / "cache")
+    monkeypatch.setattr(os, "statvfs", full)
+    assert same(load_data(root), load_data(root, memory=0, cache=tmp_path / "cache"))
+    with pytest.raises(DataError, match=r"60 images of 5×5 need 0\.0 GB, .* has room for 0\.0 GB"):
+        load_data(root, memory=0, image_size=5, cache=tmp_path / "cache")
 
 
 def test_damage(tmp_path: Path) -> None:

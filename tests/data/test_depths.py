@@ -17,6 +17,7 @@ from hypothesis.extra import numpy as arrays
 from PIL import Image
 
 from selfconv.data import DataError, PixelRange, load_data, read_image
+from selfconv.data import images as images_module
 from selfconv.data.images import Item, read_values
 from selfconv.data.pixels import choose_range
 
@@ -179,15 +180,61 @@ class TestFiles:
             for keep in (30, len(content) // 2):
                 (tmp_path / name).write_bytes(content[:keep])
                 with pytest.raises(
-                    DataError, match=r"^[^\n]*(damaged|not an image|expected an array)[^\n]*$"
+                    DataError, match=r"^[^\n]*(damaged|not an image|expected an .npy array)[^\n]*$"
                 ):
                     read_image(tmp_path / name, 4, 1, pixels=PixelRange("uint16", 0, 4095))
         np.save(tmp_path / "x.npy", np.array([{}]), allow_pickle=True)
-        with pytest.raises(DataError, match=r"expected an array in an .npy file"):
+        with pytest.raises(DataError, match=r"expected an .npy array"):
             read_image(tmp_path / "x.npy", 4, 1)
+
+    def test_only_the_first_image_of_a_stack_is_decoded(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        decode, decoded = images_module.decode, []
+
+        def count(item: Item, *args: Any) -> Any:
+            decoded.append(item)
+            return decode(item, *args)
+
+        monkeypatch.setattr(images_module, "decode", count)
+        stack = noise(50, 1, 17, dtype=np.uint8, high=256)
+        np.save(tmp_path / "x.npy", stack)
+        image = read_image(tmp_path / "x.npy", 1, 1)
+        assert len(decoded) == 1
+        assert abs(int(image[0, 0, 0]) - int(stack[0, 0, 8])) < 256
+        np.save(tmp_path / "x.npy", stack[:0])
+        with pytest.raises(DataError, match=r"got \[0, 1, 17\]"):
+            read_image(tmp_path / "x.npy", 1, 1)
+
+    @pytest.mark.parametrize("name", ["x.tif", "x.npy"])
+    def test_values_that_need_too_much_memory(self, tmp_path: Path, name: str) -> None:
+        """Few enough pixels, but many channels of many bytes: refused before they are decoded."""
+        deep = np.zeros((20, 20, 16), np.float64)
+        if name == "x.npy":
+            np.save(tmp_path / name, deep)
+        else:
+            tifffile.imwrite(tmp_path / name, deep, photometric="minisblack", planarconfig="contig")
+        pixels = PixelRange("float64", 0, 1)
+        assert read_image(tmp_path / name, 20, 16, pixels=pixels, max_pixels=20 * 20 * 16).shape[0] == 16
+        with pytest.raises(
+            DataError, match=r"expected values of up to 0 million bytes; got 0 m"
+        ):
+            read_image(tmp_path / name, 20, 16, pixels=pixels, max_pixels=500)
 
 
 class TestRange:
+    def test_the_range_is_of_the_values_in_the_files(self, tmp_path: Path) -> None:
+        """A single bright pixel, which resizing averages away, needs its bits in `predict` too."""
+        for label in "ab":
+            (tmp_path / label).mkdir()
+            for i in range(10):
+                values = noise(64, 64, high=256)
+                values[3, 3] = 40_000
+                tifffile.imwrite(tmp_path / label / f"{i}.tif", values)
+        data = load_data(tmp_path, image_size=4)
+        assert int(data.train.images.int().max()) < 32_768
+        assert data.pixels == PixelRange("uint16", 0, 65_535)
+
     def test_twelve_bits(self, tmp_path: Path) -> None:
         values = gallery(tmp_path / "cells")
         values["a/0.tif"][0, 0] = 4095
@@ -307,7 +354,7 @@ class TestChannels:
     def test_mixed_numbers_of_channels_are_refused(self, tmp_path: Path) -> None:
         gallery(tmp_path, dtype=np.uint8, high=256)
         np.save(tmp_path / "a" / "five.npy", noise(8, 8, 5, dtype=np.uint8, high=256))
-        with pytest.raises(DataError, match=r"expected images of as many channels; got 1, 5 \(a/five.npy\)"):
+        with pytest.raises(DataError, match=r"expected .* same number of channels; got 1, 5 \(a/five.npy\)"):
             load_data(tmp_path)
 
     def test_npz(self, tmp_path: Path) -> None:

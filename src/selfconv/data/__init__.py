@@ -10,7 +10,7 @@
 
 from selfconv.data.batches import Augment, Batches, Rotation, normalise
 from selfconv.data.dataset import MAX_PIXELS, DataInfo, Dataset, MissingDataError, describe_channels
-from selfconv.data.images import IMAGE_FORMATS, IMAGE_SUFFIXES, read_image, read_images, require_pillow
+from selfconv.data.images import IMAGE_FORMATS, IMAGE_SUFFIXES, read_image, read_images, require_image_readers
 from selfconv.data.load import load_data
 from selfconv.data.pixels import DataError, PixelRange, as_bytes, fit, parse_range, visible_channels
 from selfconv.data.sources.cifar import imitation
@@ -39,6 +39,6 @@ __all__ = [
     "parse_range",
     "read_image",
     "read_images",
-    "require_pillow",
+    "require_image_readers",
     "visible_channels",
 ]

@@ -2,8 +2,9 @@
 
 The cache of a data set is a folder, named by a digest of its files (names, sizes, times of change) and of the
 options: ``layout.json`` (the shape and type of the array), ``images`` (the array), ``chunks.jsonl`` (a line
-for each chunk on disk, so that an interrupted process continues where it stopped), and ``done.json`` when all
-chunks are there. One process writes it, and others that need it wait on its lock.
+for each chunk on disk, so that an interrupted process continues where it stopped), ``images.final`` (the
+array with fewer channels or bits, if the images need no more), and ``done.json`` when it is complete. One
+process writes it, and others that need it wait on its lock.
 """
 
 from __future__ import annotations
@@ -25,13 +26,21 @@ from selfconv._files import parse_json, read_as, write_json
 from selfconv._memory import machine_memory
 from selfconv._text import progress
 from selfconv.data.images import Header, Item, decode, read_header, read_values
-from selfconv.data.pixels import DEEPEST, DataError, PixelRange, UnreadableError, choose_range, parse_range
+from selfconv.data.pixels import (
+    DEEPEST,
+    DataError,
+    PixelRange,
+    UnreadableError,
+    choose_range,
+    in_channels,
+    parse_range,
+)
 from selfconv.data.stored import CHUNK, Stack
 
 MIXED_SIZE = 64  # of images that do not have one square size
-NAMED = 3  # how many unreadable files a message names
-SHARE = 0.25  # of the machine's memory, for images
-FORMAT = 1  # of the cache; part of its name
+MAX_NAMED = 3  # unreadable files in a message
+MEMORY_FRACTION = 0.25  # of the machine's, for images
+CACHE_VERSION = 2  # part of the cache's name
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,7 @@ class ArrayLayout:
     size: int
     channels: int
     pixels: PixelRange
-    settled: bool  # False: ``pixels`` has room for every value of the type, and the images decide the range
+    range_is_final: bool  # False: ``pixels`` is all of uint16, and the range is chosen after decoding
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -59,8 +68,8 @@ class ArrayLayout:
 
 
 @dataclass(frozen=True)
-class ChunkFacts:
-    """A chunk that is decoded, and what decides on the final form of the array."""
+class ChunkSummary:
+    """A decoded chunk: whether all its pixels are grey, and the largest value in its files."""
 
     number: int
     grey: bool
@@ -82,11 +91,12 @@ def decode_all(
     Args:
         what: the data set, for messages.
         key: a digest of the files.
-        memory: bytes for images; above, they are memory-mapped. None: a quarter of the machine's memory.
+        memory: limit in bytes; larger arrays are written to the cache and memory-mapped. None: a quarter of
+            the machine's memory.
     """
     parse_range(pixel_range)
-    limit = SHARE * machine_memory() if memory is None else memory
-    options = json.dumps([FORMAT, key, image_size, pixel_range])
+    limit = MEMORY_FRACTION * machine_memory() if memory is None else memory
+    options = json.dumps([CACHE_VERSION, key, image_size, pixel_range])
     folder = cache / "images" / hashlib.sha256(options.encode()).hexdigest()[:32]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         reader = _Reader(what, items, pool)
@@ -99,10 +109,10 @@ def decode_all(
         )
         if layout.nbytes <= limit:
             return _in_memory(reader, layout)
-        _check_room(what, cache, layout, limit)
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / ".lock"):
             if not (folder / "done.json").exists():
+                _check_disk_space(what, folder, layout, limit)
                 write_json(folder / "layout.json", asdict(layout))
                 _write_cache(reader, layout, folder)
     return _open_cache(folder, limit)
@@ -121,7 +131,7 @@ class _Reader:
             try:
                 return read_header(item)
             except UnreadableError:
-                return None  # decoding names it
+                return None  # reported when it is decoded
 
         with progress(f"{self.what}: sizes", len(self.items), unit="images") as show:
             found = []
@@ -135,13 +145,17 @@ class _Reader:
         if not channels <= {1, 3} and len(channels) > 1:
             first, *_ = (item.name for item, one in headers if one.channels not in (1, 3))
             known = ", ".join(map(str, sorted(channels)))
-            raise DataError(f"{self.what}: expected images of as many channels; got {known} ({first})")
+            raise DataError(
+                f"{self.what}: expected images with the same number of channels; got {known} ({first})"
+            )
         dtypes = {one.dtype for _, one in headers} or {"uint8"}
-        pixels, settled = self._range(pixel_range, dtypes)
-        return ArrayLayout(len(self.items), image_size or common, max(channels), pixels, settled)
+        pixels, final = self._range(pixel_range, dtypes)
+        return ArrayLayout(len(self.items), image_size or common, max(channels), pixels, final)
 
     def _range(self, pixel_range: str, dtypes: set[str]) -> tuple[PixelRange, bool]:
-        if pixel_range == "auto" and dtypes == {"uint16"}:  # every value has a place already
+        if pixel_range == "auto" and dtypes == {
+            "uint16"
+        }:  # stores every value; the range follows from the maximum
             return PixelRange("uint16", 0, DEEPEST), False
         return choose_range(pixel_range, dtypes, self._extent, self.what), True
 
@@ -160,15 +174,22 @@ class _Reader:
                 show(done)
         return min((low for low, _ in found), default=0.0), max((high for _, high in found), default=1.0)
 
-    def fill(self, layout: ArrayLayout, done: set[int], keep: Callable[[NDArray, ChunkFacts], None]) -> None:
-        """Decodes the chunks that are not done, and hands each to ``keep``."""
+    def decode_chunks(
+        self, layout: ArrayLayout, done: set[int], store: Callable[[NDArray, ChunkSummary], None]
+    ) -> None:
+        """Decodes the chunks that are not done, and passes each to ``store``."""
         failures: list[str] = []
 
-        def one(index: int) -> tuple[NDArray | None, str]:
+        def one(index: int) -> tuple[NDArray, int] | str:
+            item = self.items[index]
             try:
-                return decode(self.items[index], layout.size, layout.channels, layout.pixels), ""
+                if layout.range_is_final:
+                    return decode(item, layout.size, layout.channels, layout.pixels), 0
+                values = read_values(item)  # whose maximum resizing would lower
+                stored = layout.pixels.store(in_channels(values, layout.channels), layout.size)
+                return stored, int(values.max())
             except UnreadableError as error:
-                return None, f"{self.items[index].name} ({error})"
+                return f"{item.name} ({error})"
 
         starts = range(0, layout.count, layout.chunk)
         with progress(f"reading {self.what}", layout.count, unit="images") as show:
@@ -179,29 +200,27 @@ class _Reader:
                 images = np.zeros(
                     (min(layout.chunk, layout.count - start), *layout.shape[1:]), layout.pixels.stored_as
                 )
-                failed = len(failures)
-                for row, (image, failure) in enumerate(self.pool.map(one, range(start, start + len(images)))):
+                failed, highest = len(failures), 0
+                for row, found in enumerate(self.pool.map(one, range(start, start + len(images)))):
                     ready += 1
                     show(ready)
-                    if image is None:
-                        failures.append(failure)
+                    if isinstance(found, str):
+                        failures.append(found)
                     else:
-                        images[row] = image
+                        images[row], highest = found[0], max(highest, found[1])
                 if len(failures) == failed:
-                    keep(
-                        images, ChunkFacts(number, bool((images == images[..., :1]).all()), int(images.max()))
-                    )
+                    store(images, ChunkSummary(number, bool((images == images[..., :1]).all()), highest))
         if failures:
-            more = f" and {len(failures) - NAMED} more" if len(failures) > NAMED else ""
-            named = ", ".join(failures[:NAMED]) + more
+            more = f" and {len(failures) - MAX_NAMED} more" if len(failures) > MAX_NAMED else ""
+            named = ", ".join(failures[:MAX_NAMED]) + more
             raise DataError(f"{self.what}: {len(failures)} of {layout.count} images cannot be read: {named}")
 
 
-def _final(layout: ArrayLayout, facts: Sequence[ChunkFacts]) -> ArrayLayout:
-    """Grey if every image is, and with the range that the images use."""
+def _final(layout: ArrayLayout, facts: Sequence[ChunkSummary]) -> ArrayLayout:
+    """The final layout: one channel if every image is grey, and the range that the values use."""
     grey = layout.channels == 3 and all(chunk.grey for chunk in facts)
     pixels = layout.pixels
-    if not layout.settled:
+    if not layout.range_is_final:
         highest = float(max(chunk.highest for chunk in facts))
         pixels = choose_range("auto", ["uint16"], lambda: (0.0, highest), "")
     return ArrayLayout(layout.count, layout.size, 1 if grey else layout.channels, pixels, True)
@@ -210,12 +229,12 @@ def _final(layout: ArrayLayout, facts: Sequence[ChunkFacts]) -> ArrayLayout:
 def _in_memory(reader: _Reader, layout: ArrayLayout) -> tuple[Stack, PixelRange]:
     images, facts = np.empty(layout.shape, layout.pixels.stored_as), []
 
-    def keep(chunk: NDArray, about: ChunkFacts) -> None:
+    def store(chunk: NDArray, about: ChunkSummary) -> None:
         start = about.number * layout.chunk
         images[start : start + len(chunk)] = chunk
         facts.append(about)
 
-    reader.fill(layout, set(), keep)
+    reader.decode_chunks(layout, set(), store)
     final = _final(layout, facts)
     return Stack(np.ascontiguousarray(images[..., : final.channels], final.pixels.stored_as)), final.pixels
 
@@ -223,16 +242,17 @@ def _in_memory(reader: _Reader, layout: ArrayLayout) -> tuple[Stack, PixelRange]
 # ---- the cache ----
 
 
-def _check_room(what: str, cache: Path, layout: ArrayLayout, limit: float) -> None:
-    cache.mkdir(parents=True, exist_ok=True)
-    found = os.statvfs(cache)
-    free = found.f_bavail * found.f_frsize
+def _check_disk_space(what: str, folder: Path, layout: ArrayLayout, limit: float) -> None:
+    """Raises DataError if the array does not fit on the disk, where a part of it may be already."""
+    found = os.statvfs(folder)
+    images = folder / "images"
+    free = found.f_bavail * found.f_frsize + (512 * images.stat().st_blocks if images.exists() else 0)
     if layout.nbytes > free:
         raise DataError(
             f"{what}: {layout.count} images of {layout.size}×{layout.size} need "
             f"{layout.nbytes / 1e9:.1f} GB, more than the {limit / 1e9:.1f} GB of memory for images; "
-            f"{cache} has room for {free / 1e9:.1f} GB: "
-            "give a smaller image_size, or another place in $SELFCONV_DATA"
+            f"{folder.parent} has room for {free / 1e9:.1f} GB: "
+            "give a smaller image_size, or a folder on a larger disk in $SELFCONV_DATA"
         )
 
 
@@ -254,16 +274,16 @@ def _write_cache(reader: _Reader, layout: ArrayLayout, folder: Path) -> None:
     ):
         file.truncate(layout.nbytes)
 
-        def keep(chunk: NDArray, about: ChunkFacts) -> None:
+        def store(chunk: NDArray, about: ChunkSummary) -> None:
             file.seek(about.number * layout.chunk * chunk[0].nbytes)
             file.write(chunk.data)
             file.flush()
-            os.fdatasync(file.fileno())  # before the line that says so
+            os.fdatasync(file.fileno())  # first the data, then their line in the journal
             lines.write(json.dumps(asdict(about)) + "\n")
             lines.flush()
             facts[about.number] = about
 
-        reader.fill(layout, {*facts}, keep)
+        reader.decode_chunks(layout, {*facts}, store)
     final = _final(layout, [*facts.values()])
     if final.shape != layout.shape or final.pixels.stored_as != layout.pixels.stored_as:
         stored = Stack(_map(folder / "images", layout))
@@ -272,19 +292,21 @@ def _write_cache(reader: _Reader, layout: ArrayLayout, folder: Path) -> None:
                 whole.write(np.ascontiguousarray(chunk[..., : final.channels], final.pixels.stored_as).data)
             whole.flush()
             os.fsync(whole.fileno())
-        os.replace(folder / "images.final", folder / "images")
+    # ``images`` has stayed as the journal describes it: a process that is killed before this copies it again
     write_json(folder / "done.json", asdict(final))
+    if (folder / "images.final").exists():
+        (folder / "images").unlink()
 
 
-def _chunks_on_disk(journal: Path) -> dict[int, ChunkFacts]:
+def _chunks_on_disk(journal: Path) -> dict[int, ChunkSummary]:
     facts = {}
     for line in journal.read_text().splitlines() if journal.exists() else ():
         try:
-            about = ChunkFacts(**parse_json(line))
+            about = ChunkSummary(**parse_json(line))
         except (ValueError, TypeError):
             break  # the line that was being written
         facts[about.number] = about
-    if facts:  # without the rest of a line that was cut off
+    if facts:  # drops an incomplete last line
         journal.write_text("".join(json.dumps(asdict(about)) + "\n" for about in facts.values()))
     return facts
 
@@ -297,7 +319,8 @@ def _map(path: Path, layout: ArrayLayout) -> NDArray:
 def _open_cache(folder: Path, limit: float) -> tuple[Stack, PixelRange]:
     try:
         layout = read_as(ArrayLayout, folder / "done.json")
-        array = _map(folder / "images", layout)
+        converted = folder / "images.final"
+        array = _map(converted if converted.exists() else folder / "images", layout)
     except (ValueError, OSError) as error:
         raise DataError(f"{folder}: expected decoded images ({error}): delete this folder") from None
     return Stack(np.array(array) if layout.nbytes <= limit else array), layout.pixels

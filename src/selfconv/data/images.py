@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from selfconv._extras import require
-from selfconv._files import check_file
+from selfconv._files import FileRefused, check_file
 from selfconv.data.dataset import MAX_PIXELS, MAX_SIZE
 from selfconv.data.pixels import MAX_CHANNELS, DataError, PixelRange, UnreadableError, in_channels, type_range
 
@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 IMAGE_SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".npy", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
-# Pillow goes by the content, not by the name, and knows formats that start another program (Ghostscript)
+# Pillow detects formats by content, and some start another program (EPS: Ghostscript)
 IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-MAX_BYTES = 2**30  # of a file: more than that many pixels of 16 bits in four channels
+MAX_BYTES = 2**30  # of a file
+BYTES_PER_PIXEL = 8  # of decoded values, for each of MAX_PIXELS: 16 bits in four channels
+DAMAGED = "damaged or truncated"
 _ORIENTATION = 0x0112  # EXIF; from 5 on, width and height are exchanged
 _EXTRA_SAMPLES, _ALPHA, _PREMULTIPLIED = 338, (1, 2), 1  # TIFF
 _GREY_MODES = ("1", "L", "LA", "La", "I;16", "I;16B")
@@ -46,15 +48,15 @@ _UPRIGHT: dict[int, Callable[[NDArray], NDArray]] = {
 
 
 class Item(NamedTuple):
-    """An image: a file, or one of the images in a stack; or something that yields the bytes of a file."""
+    """An image: a file, or one of the images in a stack; or a function that returns the bytes of a file."""
 
     name: str
     file: Path | Callable[[], bytes]
-    number: int | None = None
+    row: int | None = None
 
 
 class Header(NamedTuple):
-    """What an image is, known before its pixels are decoded."""
+    """Size, channels and type of an image. What Pillow reads is not decoded for it, other files are."""
 
     width: int
     height: int
@@ -62,13 +64,13 @@ class Header(NamedTuple):
     dtype: str
 
 
-def require_pillow() -> None:
-    """Makes the readers ready for several threads; raises ModuleNotFoundError without them."""
+def require_image_readers() -> None:
+    """Raises ModuleNotFoundError if an image library is missing; initialises Pillow before threads use it."""
     require("reading image files", "PIL", "tifffile", "imagecodecs")
     import PIL.Image
 
-    PIL.Image.init()  # once, before threads do
-    logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # what is wrong with a file, our errors say
+    PIL.Image.init()
+    logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # our errors report what is wrong
 
 
 def read_image(
@@ -89,27 +91,31 @@ def read_image(
         DataError: the file does not exist, is not an image of a supported format (``IMAGE_FORMATS`` and
             ``.npy``), too large, damaged, or has other channels or another type of values.
     """
-    return read_images(Path(path), size, channels, pixels=pixels, max_pixels=max_pixels)[0]
+    first = Item(str(path), Path(path))  # of a stack, the others are not decoded
+    return _read_items(Path(path), [first], size, channels, pixels, max_pixels)[0]
 
 
-def read_images(
-    path: Path,
-    size: int,
-    channels: int,
-    *,
-    pixels: PixelRange | None = None,
-    max_pixels: int = MAX_PIXELS,
-) -> Tensor:
+def read_images(path: Path, size: int, channels: int, *, pixels: PixelRange | None = None) -> Tensor:
     """All images of a file, ``[N, channels, size, size]``: several for an ``.npy`` stack."""
+    try:
+        items = stack_items(path, str(path))
+    except UnreadableError as error:
+        raise DataError(f"{path}: {error}") from error
+    return _read_items(path, items, size, channels, pixels, MAX_PIXELS)
+
+
+def _read_items(
+    path: Path, items: Sequence[Item], size: int, channels: int, pixels: PixelRange | None, max_pixels: int
+) -> Tensor:
     if not 1 <= channels <= MAX_CHANNELS or not 1 <= size <= MAX_SIZE:
         raise DataError(
             f"{path}: expected 1 to {MAX_CHANNELS} channels and a size of 1 to {MAX_SIZE}; got {channels} "
             f"and {size}"
         )
-    require_pillow()
+    require_image_readers()
     pixels = PixelRange() if pixels is None else pixels
     try:
-        found = [decode(item, size, channels, pixels, max_pixels) for item in stack_items(path, str(path))]
+        found = [decode(item, size, channels, pixels, max_pixels) for item in items]
     except UnreadableError as error:
         raise DataError(f"{path}: {error}") from error
     return torch.from_numpy(np.stack(found)).permute(0, 3, 1, 2)
@@ -118,11 +124,11 @@ def read_images(
 def decode(
     item: Item, size: int, channels: int, pixels: PixelRange, max_pixels: int = MAX_PIXELS
 ) -> NDArray[Any]:
-    """An image as integers [size, size, channels]: upright, shorter side resized, the centre cut out."""
+    """An image as integers [size, size, channels]: upright, resized by its shorter side, centre-cropped."""
     import PIL.Image
     from PIL.ImageOps import exif_transpose, fit
 
-    with _opened(item, max_pixels) as image:
+    with _open(item, max_pixels) as image:
         if isinstance(image, np.ndarray):
             return pixels.store(in_channels(image, channels), size)
         image.draft(None, (2 * size, 2 * size))  # lets JPEG decode at a fraction of its size
@@ -136,7 +142,7 @@ def decode(
 
 
 def read_header(item: Item, max_pixels: int = MAX_PIXELS) -> Header:
-    with _opened(item, max_pixels) as image:
+    with _open(item, max_pixels) as image:
         if isinstance(image, np.ndarray):
             height, width, channels = image.shape
             return Header(width, height, channels, image.dtype.name)
@@ -150,7 +156,7 @@ def read_values(item: Item) -> NDArray[Any]:
     """The values of an image [H, W, C] as they are in the file, upright."""
     from PIL.ImageOps import exif_transpose
 
-    with _opened(item, MAX_PIXELS) as image:
+    with _open(item, MAX_PIXELS) as image:
         if isinstance(image, np.ndarray):
             return image
         return np.array(_rgb(exif_transpose(image)))
@@ -160,10 +166,12 @@ def stack_items(path: Path, name: str) -> list[Item]:
     """The images in a file: one, or those of a stack ``[N, H, W]`` or ``[N, H, W, C]``."""
     if path.suffix.lower() != ".npy":
         return [Item(name, path)]
-    with _explained(MAX_PIXELS):
+    with _decoder_errors(MAX_PIXELS):
         shape = _load_npy(path).shape
     if not _is_stack(shape):
         return [Item(name, path)]
+    if not shape[0]:
+        raise UnreadableError(f"expected one or more images; got an array of shape {list(shape)}")
     return [Item(f"{name}[{i}]", path, i) for i in range(shape[0])]
 
 
@@ -171,11 +179,11 @@ def stack_items(path: Path, name: str) -> list[Item]:
 
 
 @contextmanager
-def _opened(item: Item, max_pixels: int) -> Iterator[Image | NDArray[Any]]:
-    """An image of Pillow of which only the header was read, or values [H, W, C] in their own type."""
+def _open(item: Item, max_pixels: int) -> Iterator[Image | NDArray[Any]]:
+    """Yields a Pillow image, not decoded yet, or decoded values [H, W, C] in the file's own type."""
     import PIL.Image
 
-    with _explained(max_pixels):
+    with _decoder_errors(max_pixels):
         if isinstance(item.file, Path):
             if item.file.suffix.lower() == ".npy":
                 yield _from_npy(item, max_pixels)
@@ -204,16 +212,22 @@ def _opened(item: Item, max_pixels: int) -> Iterator[Image | NDArray[Any]]:
                 yield image
 
 
-def _check_size(width: int, height: int, max_pixels: int) -> None:
+def _check_size(width: int, height: int, max_pixels: int, bytes_per_pixel: int = 1) -> None:
+    """Raises UnreadableError for more than ``max_pixels``, or values that need more memory than those."""
     if width * height > max_pixels:
         raise UnreadableError(
             f"expected up to {_millions(max_pixels)} pixels; got {width}×{height}, "
             f"{_millions(width * height)}"
         )
+    if (needed := width * height * bytes_per_pixel) > BYTES_PER_PIXEL * max_pixels:
+        raise UnreadableError(
+            f"expected values of up to {_millions(BYTES_PER_PIXEL * max_pixels)} bytes; got "
+            f"{_millions(needed)}: {width}×{height} of {bytes_per_pixel} bytes each"
+        )
 
 
 def _from_tiff(source: Path | io.BytesIO, max_pixels: int) -> NDArray[Any] | None:
-    """Values [H, W, C]; None if it has 8 bits in one or three channels, perhaps with alpha, for Pillow."""
+    """Values [H, W, C]; None for 8 bits in one or three channels (plus alpha), which Pillow reads."""
     import tifffile
 
     with tifffile.TiffFile(source) as file:
@@ -229,26 +243,26 @@ def _from_tiff(source: Path | io.BytesIO, max_pixels: int) -> NDArray[Any] | Non
             series.dtype.itemsize == 1
         ):
             return None
-        others = {axis: n for axis, n in lengths.items() if axis not in "YX" and n > 1}
-        if not {"Y", "X"} <= {*lengths} or len(others) > 1 or not {*others} <= {*"CSQI"}:
+        channels = {axis: n for axis, n in lengths.items() if axis not in "YX" and n > 1}
+        if not {"Y", "X"} <= {*lengths} or len(channels) > 1 or not {*channels} <= {*"CSQI"}:
             described = ", ".join(f"{axis} {n}" for axis, n in lengths.items())
             raise UnreadableError(f"expected one image, with its channels; got a stack ({described})")
-        if max(others.values(), default=1) > MAX_CHANNELS:
-            raise UnreadableError(
-                f"expected 1 to {MAX_CHANNELS} channels; got {max(others.values())} ({series.axes})"
-            )
+        number = max(channels.values(), default=1)
+        if number > MAX_CHANNELS:
+            raise UnreadableError(f"expected 1 to {MAX_CHANNELS} channels; got {number} ({series.axes})")
+        _check_size(lengths["X"], lengths["Y"], max_pixels, number * series.dtype.itemsize)
         values = series.asarray()
         if page.photometric == tifffile.PHOTOMETRIC.MINISWHITE and values.dtype.kind == "u":
             values = np.iinfo(values.dtype).max - values
-        turned = page.tags.get(_ORIENTATION)
-    keep = tuple(i for i, axis in enumerate(series.axes) if axis in "YX" or axis in others)
+        orientation = page.tags.get(_ORIENTATION)
+    keep = tuple(i for i, axis in enumerate(series.axes) if axis in "YX" or axis in channels)
     axes = "".join(series.axes[i] for i in keep)
     values = values.reshape([values.shape[i] for i in keep])
-    values = values.transpose([axes.index(axis) for axis in ("Y", "X", *others)])
+    values = values.transpose([axes.index(axis) for axis in ("Y", "X", *channels)])
     values = values.reshape(*values.shape[:2], -1)
     if alpha in _ALPHA and values.shape[2] > 1:
         values = _on_white(values, premultiplied=alpha == _PREMULTIPLIED)
-    return _checked(_UPRIGHT.get(1 if turned is None else turned.value, lambda x: x)(values))
+    return _to_numbers(_UPRIGHT.get(1 if orientation is None else orientation.value, lambda x: x)(values))
 
 
 def _from_deep_png(source: Path | io.BytesIO, orientation: int) -> NDArray[Any]:
@@ -259,11 +273,11 @@ def _from_deep_png(source: Path | io.BytesIO, orientation: int) -> NDArray[Any]:
     values = values if values.ndim == 3 else values[..., None]
     if values.shape[2] in (2, 4):
         values = _on_white(values)
-    return _checked(_UPRIGHT.get(orientation, lambda x: x)(values))
+    return _to_numbers(_UPRIGHT.get(orientation, lambda x: x)(values))
 
 
 def _on_white(values: NDArray[Any], *, premultiplied: bool = False) -> NDArray[Any]:
-    """Without the last channel, alpha: what is transparent shows white."""
+    """Composites on white by the last channel, alpha, and drops it."""
     most = type_range(values.dtype)[1]
     colour, alpha = values[..., :-1].astype(np.float64), values[..., -1:] / most
     shown = (colour if premultiplied else colour * alpha) + (1 - alpha) * most
@@ -283,7 +297,7 @@ def _load_npy(path: Path) -> NDArray[Any]:
         return _mapped(path, found.st_size, found.st_mtime_ns)
     except (ValueError, EOFError):
         raise UnreadableError(
-            "expected an array in an .npy file; got something else, or a part of one"
+            "expected an .npy array; the file is truncated, or holds objects or something else"
         ) from None
 
 
@@ -294,19 +308,20 @@ def _is_stack(shape: tuple[int, ...]) -> bool:
 def _from_npy(item: Item, max_pixels: int) -> NDArray[Any]:
     assert isinstance(item.file, Path)
     values = _load_npy(item.file)
-    if _is_stack(values.shape):
-        values = values[item.number or 0]
+    if _is_stack(values.shape) and len(values):
+        values = values[item.row or 0]
     values = values[..., None] if values.ndim == 2 else values
     if values.ndim != 3 or not 1 <= values.shape[2] <= MAX_CHANNELS or 0 in values.shape:
         raise UnreadableError(
             f"expected [H, W] or [H, W, C], or a stack [N, H, W] or [N, H, W, C], with 1 to {MAX_CHANNELS} "
             f"channels; got {list(_load_npy(item.file).shape)}"
         )
-    _check_size(values.shape[1], values.shape[0], max_pixels)
-    return _checked(values)
+    height, width, number = values.shape
+    _check_size(width, height, max_pixels, number * values.dtype.itemsize)
+    return _to_numbers(values)
 
 
-def _checked(values: NDArray[Any]) -> NDArray[Any]:
+def _to_numbers(values: NDArray[Any]) -> NDArray[Any]:
     if values.dtype == bool:
         return values.astype(np.uint8) * np.uint8(255)
     if values.dtype.kind not in "uif":
@@ -328,7 +343,7 @@ def _rgb(image: Image) -> Image:
 
 
 @contextmanager
-def _explained(max_pixels: int) -> Iterator[None]:
+def _decoder_errors(max_pixels: int) -> Iterator[None]:
     from PIL import UnidentifiedImageError
     from PIL.Image import DecompressionBombError
 
@@ -336,16 +351,14 @@ def _explained(max_pixels: int) -> Iterator[None]:
         yield
     except (UnreadableError, DataError):
         raise
+    except FileRefused as error:
+        raise UnreadableError(str(error)) from error
     except UnidentifiedImageError:
         known = f"{', '.join(IMAGE_FORMATS)} or .npy"
         raise UnreadableError(f"not an image: expected {known}") from None
     except DecompressionBombError:  # raised by Pillow where the header claims far more
         raise UnreadableError(f"expected up to {_millions(max_pixels)} pixels; got far more") from None
     except OSError as error:
-        raise UnreadableError(error.strerror or "damaged, or only a part of an image") from error
-    except ValueError as error:
-        if str(error).startswith("expected "):  # ours
-            raise UnreadableError(str(error)) from error
-        raise UnreadableError("damaged, or only a part of an image") from error
+        raise UnreadableError(error.strerror or DAMAGED) from error
     except Exception as error:  # decoders raise anything at all on damaged files
-        raise UnreadableError("damaged, or only a part of an image") from error
+        raise UnreadableError(DAMAGED) from error

@@ -19,7 +19,7 @@ from selfconv.data import (
     Split,
     parse_range,
     read_images,
-    require_pillow,
+    require_image_readers,
 )
 from selfconv.trained.model import TrainedModel
 from selfconv.trained.outputs import logits
@@ -97,7 +97,7 @@ def predict_each(
     """
     files, info = image_files(images), trained.data
     pixels = info.pixels if pixel_range is None else _given_range(pixel_range)
-    require_pillow()
+    require_image_readers()
 
     def read(file: Path) -> Tensor | DataError:
         try:

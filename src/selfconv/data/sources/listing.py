@@ -15,7 +15,7 @@ import numpy as np
 from selfconv._files import check_file
 from selfconv.data.dataset import Dataset, SourcePart, build
 from selfconv.data.decoding import decode_all, files_key
-from selfconv.data.images import IMAGE_SUFFIXES, Item, require_pillow, stack_items
+from selfconv.data.images import IMAGE_SUFFIXES, Item, require_image_readers, stack_items
 from selfconv.data.pixels import DataError, UnreadableError
 from selfconv.data.splits import Labels, check_groups, split_off
 
@@ -48,7 +48,7 @@ class Listing:
 
 def load_listing(listing: Listing, *, seed: int, validation: float, **decoding: Any) -> Dataset:
     """Decodes the images, and sets a fifth of them aside for the test if the source has no test part."""
-    require_pillow()
+    require_image_readers()
     items = [item for part in listing.parts.values() for item in part.items]
     check_groups(listing.what, {name: part.groups for name, part in listing.parts.items()})
     stack, pixels = decode_all(listing.name, items, listing.key(), **decoding)
@@ -84,7 +84,7 @@ def load_listing(listing: Listing, *, seed: int, validation: float, **decoding: 
 
 def list_folder(root: Path, group_by: str | None) -> Listing:
     """A folder with a folder of images for each class, or with such folders in train/, val/ and test/."""
-    require_pillow()
+    require_image_readers()
     parts = _scan(root)
     names = list(parts["train"])
     find = None if group_by is None else _matcher(group_by)
@@ -184,7 +184,7 @@ def _visible(folder: Path) -> Iterator[Path]:
 
 def list_manifest(path: Path, group_by: str | None) -> Listing:
     """A CSV file with the columns path and label, and perhaps split and group; paths from its folder."""
-    require_pillow()
+    require_image_readers()
     rows = _rows(path)
     columns = {*rows[0]}
     if missing := [column for column in ("path", "label") if column not in columns]:

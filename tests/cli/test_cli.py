@@ -218,7 +218,7 @@ BAD_TRAIN: dict[str, tuple[list[str], str]] = {
     "recipe": (["--recipe", "slow"], "--recipe"),
     "accumulate": (["--accumulate", "0"], "accumulate: expected an integer ≥ 1; got 0"),
     "uneven": (["--accumulate", "5"], "batch_size: expected a multiple of accumulate × processes = 5"),
-    "validation": (["--validation", "1"], "validation: expected a share"),
+    "validation": (["--validation", "1"], "validation: expected a fraction"),
     "seed": (["--seed", "-1"], "seed: expected 0 ≤ seed"),
     "no config": (["--config", "nowhere.json"], "nowhere.json: No such file or directory"),
     "bad config": (["--config", "bad.json"], "bad.json: "),

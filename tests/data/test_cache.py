@@ -65,7 +65,7 @@ def test_same_bits_as_in_memory(tmp_path: Path, kind: str, monkeypatch: pytest.M
     outside = load_data(root, memory=1000, cache=tmp_path / "cache")
     assert outside.train._stored.mapped  # type: ignore[union-attr]
     assert same(inside, outside)
-    assert same(inside.with_fewer(20, 0), outside.with_fewer(20, 0))
+    assert same(inside.subset(20, 0), outside.subset(20, 0))
     monkeypatch.setattr(decoding_module, "decode", None)  # no image is decoded again
     assert same(inside, load_data(root, memory=1000, cache=tmp_path / "cache"))
     assert same(inside, load_data(root, cache=tmp_path / "cache"))

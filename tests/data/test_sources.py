@@ -74,7 +74,7 @@ class TestSplit:
     @pytest.mark.parametrize("count", [100, 1294])
     def test_fewer_to_train_on(self, count: int) -> None:
         data = load_data("digits")
-        fewer, whole, part = data.with_fewer(count, 0), contents(data), contents(data.with_fewer(count, 0))
+        fewer, whole, part = data.subset(count, 0), contents(data), contents(data.subset(count, 0))
         assert len(fewer.train) == count
         assert set(part["train"]) <= set(whole["train"])
         assert (part["val"], part["test"], fewer.digest) == (whole["val"], whole["test"], data.digest)
@@ -84,7 +84,7 @@ class TestSplit:
     @pytest.mark.parametrize("count", [9, 0, -1, 1295])
     def test_subset_out_of_range(self, count: int) -> None:
         with pytest.raises(DataError, match=f"subset: expected from 10 images, .* all 1294 .*; got {count}"):
-            load_data("digits").with_fewer(count, 0)
+            load_data("digits").subset(count, 0)
 
     def test_digest_pins_the_contents_and_not_the_split(self) -> None:
         data = load_data("digits")

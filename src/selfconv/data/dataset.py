@@ -49,7 +49,7 @@ class Dataset:
     test: Split
     class_names: tuple[str, ...]
     digest: str
-    own_test: bool = True  # False: the source has no test part, so some of its images were set aside
+    has_test_part: bool = True  # False: the source has no test part, so some of its images were set aside
     pixels: PixelRange = field(default_factory=PixelRange)
 
     @property
@@ -70,13 +70,7 @@ class Dataset:
     @property
     def everything(self) -> Split:
         """The images of all three splits."""
-        parts = [p for p in self.parts if len(p)]
-        return Split(
-            torch.cat([p.images for p in parts]),
-            torch.cat([p.labels for p in parts]),
-            levels=self.train.levels,
-            names=[name for p in parts for name in p.names],
-        )
+        return Split.join([part for part in self.parts if len(part)])
 
     @property
     def num_classes(self) -> int:
@@ -120,7 +114,7 @@ class Dataset:
         """The standard deviation of each channel over the training images, pixels in 0..1; 1 if constant."""
         return self._moments[1]
 
-    def with_fewer(self, count: int, seed: int) -> Dataset:
+    def subset(self, count: int, seed: int) -> Dataset:
         """A copy with ``count`` training images, stratified by class, with at least one image per class."""
         if not self.num_classes <= count <= len(self.train):
             raise DataError(
@@ -232,18 +226,18 @@ def build(
     seed: int,
     validation: float,
     pixels: PixelRange | None = None,
-    own_test: bool = True,
+    has_test_part: bool = True,
 ) -> Dataset:
-    """A data set from checked arrays; without a ``"val"`` part, that is split off ``"train"`` by seed.
+    """Checks the arrays and builds a data set; a ``"val"`` part that is missing is split off ``"train"``.
 
     Args:
-        pixels: the range of images that are already stored by it; by default that of bytes.
+        pixels: the range that the stored integers represent; by default 0 to 255.
     """
     pixels = PixelRange() if pixels is None else pixels
     images = {part: _check_images(f"{name}: x_{part}", given.images) for part, given in arrays.items()}
     shapes = {part: stack.shape[1:] for part, stack in images.items()}
     if len(set(shapes.values())) > 1:
-        found = ", ".join(f"x_{part} {_by(shape)}" for part, shape in shapes.items())
+        found = ", ".join(f"x_{part} {_format_shape(shape)}" for part, shape in shapes.items())
         raise DataError(f"{name}: expected images of one size and kind; got {found}")
     labels = {
         part: _check_labels(name, part, given.labels, len(images[part])) for part, given in arrays.items()
@@ -257,7 +251,7 @@ def build(
             f"{name}: images are {height}×{width}, not square; give an image_size to crop them to"
         )
     digest = hashlib.sha256("\0".join(names).encode())
-    if pixels != PixelRange():  # what is stored is not enough to know the images by
+    if pixels != PixelRange():  # the stored integers alone do not identify the images
         digest.update(repr(pixels).encode())
     for part in sorted(images):
         digest.update(f"{part}{images[part].shape}".encode())
@@ -270,7 +264,7 @@ def build(
         rest, aside = split_off(labels["train"], validation, seed, parts["train"].groups)
         parts |= {"val": parts["train"].take(aside), "train": parts["train"].take(rest)}
     train, val, test = (_split(parts[part], pixels.levels) for part in ("train", "val", "test"))
-    return Dataset(name, train, val, test, names, digest.hexdigest(), own_test, pixels)
+    return Dataset(name, train, val, test, names, digest.hexdigest(), has_test_part, pixels)
 
 
 def _split(part: SourcePart, levels: int) -> Split:
@@ -283,8 +277,8 @@ def _split(part: SourcePart, levels: int) -> Split:
     return Split(torch.from_numpy(owned).permute(0, 3, 1, 2), labels, levels=levels, names=part.names)
 
 
-def warn_of_data(data: Dataset) -> None:
-    """Tells of images on both sides of a split, and of a range of which the images use little."""
+def warn_about_data(data: Dataset) -> None:
+    """Warns of identical images in two splits, and of a range of which the images use little."""
     for message in leaks({"train": data.train, "val": data.val, "test": data.test}):
         warnings.warn(f"{data.name}: {message}", stacklevel=3)
     used = np.flatnonzero(data.counts.sum(0))
@@ -307,7 +301,8 @@ def store_arrays(
     stacks = {part: x for part, x in images.items() if isinstance(x, np.ndarray) and x.size}
     for part, x in stacks.items():
         if x.dtype.kind not in "uif" or (x.dtype.kind == "f" and not np.isfinite(x).all()):
-            raise DataError(f"{name}: x_{part}: expected integers or finite numbers; got {x.dtype}")
+            found = f"{x.dtype} with infinite values or nan" if x.dtype.kind == "f" else x.dtype
+            raise DataError(f"{name}: x_{part}: expected integers or finite numbers; got {found}")
 
     def extent() -> tuple[float, float]:
         return min(float(x.min()) for x in stacks.values()), max(float(x.max()) for x in stacks.values())
@@ -321,7 +316,7 @@ def store_arrays(
     }, pixels
 
 
-def _by(shape: Sequence[int]) -> str:
+def _format_shape(shape: Sequence[int]) -> str:
     return "×".join(map(str, shape))
 
 

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from selfconv.data.dataset import Dataset, warn_of_data
+from selfconv.data.dataset import Dataset, warn_about_data
 from selfconv.data.pixels import DataError, parse_range
 from selfconv.data.sources.cifar import ARCHIVES, load_cifar
 from selfconv.data.sources.hugging_face import PREFIX, list_hub, list_parquet
@@ -19,7 +19,7 @@ NAMES = ("digits", *ARCHIVES)
 
 
 def default_cache() -> Path:
-    """The folder for downloads: ``$SELFCONV_DATA``, or else ``~/.cache/selfconv``."""
+    """The folder of downloads and decoded images: ``$SELFCONV_DATA``, or else ``~/.cache/selfconv``."""
     return Path(os.environ.get("SELFCONV_DATA") or "~/.cache/selfconv").expanduser()
 
 
@@ -47,8 +47,8 @@ def load_data(
         validation: fraction of the training images to hold out, stratified by class, if the source has no
             validation set. 45,000 + 5,000 images of CIFAR with the default.
         pixel_range: which values become the pixels 0 and 1: ``"auto"``, ``"dtype"`` or ``"LOW,HIGH"``.
-        group_by: images of one group stay on one side of every split. For a folder, a regular expression:
-            what its first parentheses match in the file's path. For a CSV file or Parquet, a column.
+        group_by: images of one group stay on one side of every split. For a folder, a regular expression,
+            whose first capture group in the file's path is the group. For a CSV file or Parquet, a column.
         memory: bytes for images; if files need more, they are decoded once into a memory-mapped file in the
             cache. By default a quarter of the machine's memory.
         download: whether an archive that is not in the cache may be downloaded.
@@ -62,7 +62,7 @@ def load_data(
         raise DataError(f"image_size: expected a positive number of pixels; got {image_size}")
     if not 0 <= validation < 1:
         raise DataError(
-            f"validation: expected a share of the training images, 0 ≤ share < 1; got {validation}"
+            f"validation: expected a fraction of the training images, 0 ≤ validation < 1; got {validation}"
         )
     if not 0 <= seed < 2**32:
         raise DataError(f"seed: expected 0 ≤ seed < 2³²; got {seed}")
@@ -70,43 +70,48 @@ def load_data(
         raise DataError(f"memory: expected a number of bytes ≥ 0; got {memory}")
     parse_range(pixel_range)
     cache = default_cache() if cache is None else Path(cache)
-    basic: dict[str, Any] = {"image_size": image_size, "seed": seed, "validation": validation}
-    own: dict[str, Any] = {"pixel_range": pixel_range, "group_by": group_by, "memory": memory, "cache": cache}
+    split_options: dict[str, Any] = {"image_size": image_size, "seed": seed, "validation": validation}
+    file_options: dict[str, Any] = {
+        "pixel_range": pixel_range,
+        "group_by": group_by,
+        "memory": memory,
+        "cache": cache,
+    }
     try:
         if source == "digits":
             _refuse_options(source, pixel_range, group_by)
-            return load_digits(**basic)
+            return load_digits(**split_options)
         if isinstance(source, str) and source in ARCHIVES:
             _refuse_options(source, pixel_range, group_by)
-            return load_cifar(source, cache=cache, download=download, **basic)
-        data = _load_own(source, basic, **own)
+            return load_cifar(source, cache=cache, download=download, **split_options)
+        data = _load_path(source, split_options, **file_options)
     except OSError as error:
         place = error.filename if error.filename is not None else source
         raise DataError(f"{place}: {error.strerror or error}") from error
-    warn_of_data(data)
+    warn_about_data(data)
     return data
 
 
 def _refuse_options(name: str, pixel_range: str, group_by: str | None) -> None:
     for option, value, default in (("range", pixel_range, "auto"), ("group_by", group_by, None)):
         if value != default:
-            raise DataError(f"{option}: expected images of your own for it; got {name}")
+            raise DataError(f"{option}: expected a folder, an .npz, CSV or Parquet file with it; got {name}")
 
 
-def _load_own(
+def _load_path(
     source: str | os.PathLike[str],
-    basic: Mapping[str, Any],
+    split_options: Mapping[str, Any],
     *,
     pixel_range: str,
     group_by: str | None,
     memory: float | None,
     cache: Path,
 ) -> Dataset:
-    options = {**basic, "pixel_range": pixel_range}
+    options = {**split_options, "pixel_range": pixel_range}
     path = Path(source).expanduser()
     if path.is_file() and path.suffix == ".npz":
         if group_by is not None:
-            raise DataError(f"group_by: expected a folder, a CSV file or Parquet for it; got {path}")
+            raise DataError(f"group_by: expected a folder, a CSV file or Parquet with it; got {path}")
         return load_npz(path, **options)
     listing: Listing
     if isinstance(source, str) and source.startswith(PREFIX):

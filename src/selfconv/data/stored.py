@@ -110,6 +110,24 @@ class Split:
         names = [self.names[i] for i in index.tolist()] if self.names else ()
         return Split(chosen, self.labels[index], levels=self.levels, names=names)
 
+    @staticmethod
+    def join(splits: Sequence[Split]) -> Split:
+        """The images of several splits of one data set, one after another."""
+        stacks = [split._stored for split in splits if isinstance(split._stored, Stack)]
+        stored: Tensor | Stack
+        if len(stacks) == len(splits) and all(
+            stack.mapped for stack in stacks
+        ):  # of one file, which stays there
+            stored = Stack(stacks[0].array, np.concatenate([stack.rows for stack in stacks]))
+        else:
+            stored = torch.cat([split.images for split in splits])
+        return Split(
+            stored,
+            torch.cat([split.labels for split in splits]),
+            levels=splits[0].levels,
+            names=[name for split in splits for name in split.names],
+        )
+
     def to(self, device: torch.device | str) -> Split:
         """Copies the split to a device, where batches are then computed; mapped images stay on disk."""
         stored = self._stored.to(device) if isinstance(self._stored, Tensor) else self._stored

@@ -110,7 +110,7 @@ def reproduce(plan: Plan, out: Path, engine: Engine, *, command: str, dry_run: b
     config = plan.trials[0].config.replaced("data", subset=None)
     data, lacking = open_or_imitate(config) if dry_run else (open_data(config), [])
     plan = plan.on(data.name, len(data.train), len(data.test))
-    data = data if plan.data.subset is None else data.with_fewer(plan.data.subset, plan.data.split_seed)
+    data = data if plan.data.subset is None else data.subset(plan.data.subset, plan.data.split_seed)
     check(plan, out, data)
     pending = [trial for trial in plan.trials if not finished(out / trial.folder)]
     heading = f"{plan.title}: {_runs(len(plan.trials))}, {len(plan.trials) - len(pending)} of them done"

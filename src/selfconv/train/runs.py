@@ -172,7 +172,7 @@ def open_data(config: RunConfig, *, folder: Path | None = None, download: bool =
         memory=None if config.hardware.memory is None else config.hardware.memory * 1e9,
         download=download,
     )
-    return data if options.subset is None else data.with_fewer(options.subset, options.split_seed)
+    return data if options.subset is None else data.subset(options.subset, options.split_seed)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -137,7 +138,7 @@ def evaluate_model(model: nn.Module, split: Split, info: DataInfo, watch: Watch 
     """Accuracy on a split, of each class, under quarter turns and a flip, and at every angle.
 
     Args:
-        watch: called with the share that is done, and a line on what is being done.
+        watch: called with the completed fraction and a status line.
     """
     return _evaluate_model(model, split, info, watch)[0]
 
@@ -196,7 +197,7 @@ def evaluate(
     """Evaluates a model on test images, and saves the result in its run's folder.
 
     Writes ``evaluation.json`` and ``predictions.csv`` there, and ``confusion.png``, ``rotation.png`` and
-    ``mistakes.png`` if matplotlib is installed and plots are requested. For a model without a run's folder,
+    ``mistakes.png`` if matplotlib is installed and ``pictures`` is true. For a model without a run's folder,
     or for other data than its own, they are written only if ``out`` is given.
 
     Args:
@@ -204,17 +205,18 @@ def evaluate(
             images count, or all of its images if it has no test part.
         pixel_range: of those images; by default that of the training images.
         out: folder for the files; by default that of the run.
-        watch: called with the share that is done, and a line on what is being done.
+        watch: called with the completed fraction and a status line.
     """
     dataset = trained.open_data(data, pixel_range)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = torch.device("cpu") if device is None else device
     own = dataset.digest == trained.data.digest
-    # other images than those of training may all be tested
-    split = dataset.test if own or dataset.own_test else dataset.everything
-    evaluation, probabilities = _evaluate_model(
-        trained.optimized.to(device), split.to(device), trained.data, watch
-    )
+    # no image of another data set was used in training
+    split = dataset.test if own or dataset.has_test_part else dataset.everything
+    model = trained.optimized
+    if device.type != "cpu":
+        model = copy.deepcopy(model).to(device)  # others use the one on the CPU
+    evaluation, probabilities = _evaluate_model(model, split.to(device), trained.data, watch)
     evaluation = replace(evaluation, data=dataset.name)
     folder = (trained.run_folder if own else None) if out is None else Path(out)
     if folder is None:

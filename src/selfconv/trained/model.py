@@ -91,11 +91,14 @@ class TrainedModel:
         own = pixel_range is None
         pixel_range = _range_option(self.data.pixels) if pixel_range is None else pixel_range
         config = self.config.replaced(
-            "data", source=os.fspath(source), pixel_range=pixel_range, group_by=None, subset=None
+            "data",
+            source=os.fspath(source),
+            image_size=self.data.size,
+            pixel_range=pixel_range,
+            group_by=None,
+            subset=None,
         )
         data = open_data(config)
-        if data.size != self.data.size:
-            data = open_data(config.replaced("data", image_size=self.data.size))
         (ours, theirs) = (_classes_and_channels(info) for info in (self.data, DataInfo.of(data)))
         known = {*self.data.class_names} & {*data.class_names}
         if not known or self.data.in_channels != data.in_channels:
@@ -118,18 +121,18 @@ class TrainedModel:
         return normalise(images, self.data.mean, self.data.std, self.data.pixels.levels)
 
 
-def open_trained(place: str | os.PathLike[str]) -> TrainedModel:
+def open_trained(source: str | os.PathLike[str]) -> TrainedModel:
     """Opens a trained model.
 
     Args:
-        place: the folder of a run (for an unfinished run, the weights are those of its last checkpoint), a
+        source: the folder of a run (for an unfinished run, the weights are those of its last checkpoint), a
             folder written by ``save_pretrained``, or one of ``selfconv.list_models(pretrained=True)``.
 
     Raises:
         RunError: there is no such model, its files are damaged or contradict each other, or this machine has
             too little memory for its images.
     """
-    name, folder = os.fspath(place), Path(place)
+    name, folder = os.fspath(source), Path(source)
     names = ", ".join(list_models(pretrained=True))
     expected = f"expected the folder of a run or of a saved model, or one of {names}"
     if not name:  # Path("") is the working directory
@@ -150,7 +153,7 @@ def open_trained(place: str | os.PathLike[str]) -> TrainedModel:
         found = "other things" if any(folder.iterdir()) else "an empty folder"
     elif folder.exists():
         found = "a file"
-    raise RunError(f"{place}: {expected}; got {found}")
+    raise RunError(f"{source}: {expected}; got {found}")
 
 
 def _open_run(run: Run) -> TrainedModel:
@@ -159,7 +162,7 @@ def _open_run(run: Run) -> TrainedModel:
     if result is not None:
         model = _saved_model(run.folder / "model", result)
     else:
-        model = _model_so_far(run, config, info)
+        model = _model_from_checkpoint(run, config, info)
     _check_images(model, info, run.folder)
     return TrainedModel(
         name=run.folder.resolve().name,
@@ -205,7 +208,7 @@ def _saved_model(folder: Path, record: Record | None) -> ResNet:
     return model
 
 
-def _model_so_far(run: Run, config: RunConfig, info: DataInfo) -> ResNet:
+def _model_from_checkpoint(run: Run, config: RunConfig, info: DataInfo) -> ResNet:
     checkpoint = load_last(run.checkpoints, run.digest)
     if checkpoint is None:
         raise RunError(f"{run.folder}: this run has no weights yet")
@@ -223,25 +226,25 @@ def _model_so_far(run: Run, config: RunConfig, info: DataInfo) -> ResNet:
 
 
 def _check_images(model: ResNet, info: DataInfo, folder: Path) -> None:
-    """A description may ask for images of any size: refused before the first of them takes memory."""
+    """Raises RunError if the network does not match the data set, or its maps do not fit in memory."""
     if (model.in_channels, model.num_classes) != (info.in_channels, len(info.class_names)):
         raise RunError(
             f"{folder}: expected a network for {info.in_channels} channels and {len(info.class_names)} "
             f"classes, as its data set has; got one for {model.in_channels} and {model.num_classes}"
         )
     with torch.device("meta"):
-        shapeless = ResNet.from_config(model.config).eval()
+        on_meta = ResNet.from_config(model.config).eval()
     largest = 0
 
     def measure(_: nn.Module, __: object, output: Tensor) -> None:
         nonlocal largest
         largest = max(largest, output.numel() * output.element_size())
 
-    for module in shapeless.modules():
+    for module in on_meta.modules():
         module.register_forward_hook(measure)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of sizes that are not exact: the model itself will
-        shapeless(torch.empty(1, info.in_channels, info.size, info.size, device="meta"))
+        on_meta(torch.empty(1, info.in_channels, info.size, info.size, device="meta"))
     needed, memory = MAPS_AT_A_TIME * largest, machine_memory()
     if needed > memory:
         raise RunError(
@@ -256,7 +259,7 @@ def _classes_and_channels(info: DataInfo) -> str:
 
 
 def _range_option(pixels: PixelRange) -> str:
-    """What ``--range`` must say for other images to be read as those of the training were."""
+    """The ``--range`` that reads other images as the training images were read."""
     if pixels.by_type:
         return "dtype"
     return "auto" if pixels == PixelRange() else f"{pixels.low!r},{pixels.high!r}"

@@ -59,8 +59,8 @@ def load_listing(listing: Listing, *, seed: int, validation: float, **decoding: 
             stack.take(rows), part.labels, [item.name for item in part.items], part.groups
         )
         start += len(part.items)
-    own_test = "test" in arrays
-    if not own_test:
+    has_test_part = "test" in arrays
+    if not has_test_part:
         train = arrays["train"]
         rest, aside = split_off(train.labels, TEST_SHARE, 0, train.groups)
         if len(aside) == 0:
@@ -75,7 +75,7 @@ def load_listing(listing: Listing, *, seed: int, validation: float, **decoding: 
         seed=seed,
         validation=validation,
         pixels=pixels,
-        own_test=own_test,
+        has_test_part=has_test_part,
     )
 
 

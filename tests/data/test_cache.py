@@ -66,6 +66,9 @@ def test_same_bits_as_in_memory(tmp_path: Path, kind: str, monkeypatch: pytest.M
     assert outside.train._stored.mapped  # type: ignore[union-attr]
     assert same(inside, outside)
     assert same(inside.subset(20, 0), outside.subset(20, 0))
+    assert outside.everything._stored.mapped  # type: ignore[union-attr]
+    assert torch.equal(inside.everything.images, outside.everything.images)
+    assert inside.everything.names == outside.everything.names
     monkeypatch.setattr(decoding_module, "decode", None)  # no image is decoded again
     assert same(inside, load_data(root, memory=1000, cache=tmp_path / "cache"))
     assert same(inside, load_data(root, cache=tmp_path / "cache"))

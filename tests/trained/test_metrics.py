@@ -133,6 +133,16 @@ def test_other_images(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     }  # fmt: skip
 
 
+def test_other_images_that_are_not_square(work: Path, tmp_path: Path) -> None:
+    names = np.array(["d0", "d1", "d2"])
+    images = np.random.default_rng(0).integers(0, 256, (12, 30, 20), np.uint8)
+    np.savez(tmp_path / "x.npz", x_train=images, y_train=np.arange(12) % 3, x_test=images,
+             y_test=np.arange(12) % 3, class_names=names)  # fmt: skip
+    with pytest.warns(UserWarning, match="identical"):
+        found = evaluate(open_trained(work / "run"), tmp_path / "x.npz", pictures=False)
+    assert found.images == 12
+
+
 def test_the_most_confident_mistakes_come_first() -> None:
     split = Split(torch.zeros(4, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 0, 1, 0]))
     probabilities = torch.tensor([[0.4, 0.6], [0.9, 0.1], [0.8, 0.2], [0.3, 0.7]])

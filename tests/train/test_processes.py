@@ -42,7 +42,7 @@ def launch(launcher: list[str], config: RunConfig, out: Path) -> str:
         timeout=300,
     )
     assert run.returncode == 0, run.stderr
-    assert Run.open(out).record["processes"] == 2
+    assert Run.open(out).record.processes == 2
     return run.stdout
 
 
@@ -68,8 +68,8 @@ def test_two_processes_do_what_one_does(data: Path, tmp_path: Path, free_port: i
     one, two = vector(weights(tmp_path / "one")), vector(weights(tmp_path / "two"))
     assert (one - two).norm() < 1e-3 * (one - first).norm()
     records = [Run.open(tmp_path / name).record for name in ("one", "two")]
-    assert records[0]["test_loss"] == pytest.approx(records[1]["test_loss"], rel=1e-3)
-    assert records[0]["data"] == records[1]["data"]
+    assert records[0].test_loss == pytest.approx(records[1].test_loss, rel=1e-3)
+    assert records[0].data == records[1].data
 
 
 def test_without_synchronised_batch_norm_each_process_has_its_own(

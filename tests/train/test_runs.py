@@ -33,8 +33,8 @@ from selfconv.train import (
     runs,
     train,
 )
-from selfconv.train.checkpoints import random_states, set_random_states
 from selfconv.train.runs import lock_run
+from selfconv.train.state import random_states, set_random_states
 
 
 def losses(run: Path) -> list[tuple[float, float]]:
@@ -128,7 +128,7 @@ def test_a_stop_at_any_step_changes_nothing(
     train(config, tmp_path / "run", quiet=True, resume=True)
     assert same_weights(tmp_path / "whole", tmp_path / "run")
     assert losses(tmp_path / "whole") == losses(tmp_path / "run")
-    assert Run.open(tmp_path / "whole").record["test_loss"] == Run.open(tmp_path / "run").record["test_loss"]
+    assert Run.open(tmp_path / "whole").record.test_loss == Run.open(tmp_path / "run").record.test_loss
 
 
 def test_a_run_killed_after_its_last_epoch_still_gets_its_record(
@@ -173,7 +173,7 @@ def small(epoch: int, value: float = 1.0) -> Checkpoint:
 def test_last_two_checkpoints_are_kept(tmp_path: Path) -> None:
     for epoch in range(5):
         checkpoints.write(tmp_path, small(epoch))
-    assert [p.name for p in checkpoints.listed(tmp_path)] == [
+    assert [p.name for p in checkpoints.checkpoint_files(tmp_path)] == [
         "000003-00000000.safetensors",
         "000004-00000000.safetensors",
     ]
@@ -194,7 +194,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path, damag
         "header": content[:20] + b"}}}" + content[23:],
     }
     path.write_bytes(damaged[damage])
-    with pytest.warns(UserWarning, match="000002-00000000.safetensors: .*; using the one before"):
+    with pytest.warns(UserWarning, match="000002-00000000.safetensors: .*; trying the previous one"):
         found = checkpoints.load_last(tmp_path, "a run")
     assert found is not None
     assert found.state["epoch"] == 1
@@ -219,9 +219,9 @@ def test_a_run_with_a_damaged_checkpoint_ends_with_the_same_bits(
     with pytest.raises(Interrupted):
         train(config, tmp_path / "run", quiet=True)
     monkeypatch.undo()
-    last = checkpoints.listed(tmp_path / "run" / "checkpoints")[-1]
+    last = checkpoints.checkpoint_files(tmp_path / "run" / "checkpoints")[-1]
     last.write_bytes(last.read_bytes()[:5000])
-    with pytest.warns(UserWarning, match="using the one before"):
+    with pytest.warns(UserWarning, match="trying the previous one"):
         train(config, tmp_path / "run", quiet=True, resume=True)
     assert same_weights(tmp_path / "whole", tmp_path / "run")
 

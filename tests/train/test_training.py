@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from selfconv._memory import keep_memory
-from selfconv.data import load_data
+from selfconv.data import Batches, load_data
 from selfconv.models import ResNet, create_model
 from selfconv.train import (
     RECIPES,
@@ -252,10 +252,21 @@ def test_the_running_mean_of_the_weights(data: Path) -> None:
             mixed = 0.75 * expected[name] + 0.25 * value
             expected[name] = mixed if value.is_floating_point() else value.clone()
     own = {k: v.clone() for k, v in trainer.network.state_dict().items()}
-    trainer.evaluate(trainer.val)
+    trainer.evaluate(trainer.val, trainer.final_weights())
     assert all(torch.equal(own[k], v) for k, v in trainer.network.state_dict().items())
-    for name, value in trainer.finish().state_dict().items():
+    for name, value in trainer.load_final_weights().state_dict().items():
         torch.testing.assert_close(value, expected[name])
+
+
+def test_an_error_during_evaluation_keeps_the_weights_of_the_training(data: Path) -> None:
+    trainer = trainer_of(tiny_config(data, ema=0.75))
+    trainer.step(*next(trainer.batches.epoch(0)))
+    own = {k: v.clone() for k, v in trainer.network.state_dict().items()}
+    trainer.network.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.evaluate(trainer.val, trainer.final_weights())
+    assert not torch.equal(own["fc.weight"], trainer.ema_weights["fc.weight"])  # the test can tell
+    assert all(torch.equal(own[k], v) for k, v in trainer.network.state_dict().items())
 
 
 def test_label_smoothing_changes_the_loss(data: Path) -> None:
@@ -274,7 +285,7 @@ def test_files_of_a_finished_run(data: Path, tmp_path: Path, model: str) -> None
     run = Run.open(tmp_path / "run")
     assert run.finished
     assert run.config == config
-    assert run.record == json.loads(json.dumps(record))
+    assert run.record == record
     metrics = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert [m["epoch"] for m in metrics] == [1, 2]
     assert all(0 <= m["train_accuracy"] <= 1 and m["images_per_second"] > 0 for m in metrics)
@@ -283,19 +294,19 @@ def test_files_of_a_finished_run(data: Path, tmp_path: Path, model: str) -> None
     model_there = ResNet.from_pretrained(run.folder / "model")
     assert model_there.num_classes == 10
     for key in ("model", "parameters", "seed", "val_accuracy", "test_accuracy", "train_seconds", "versions"):
-        assert record[key] is not None
-    assert record["data"]["digest"] == load_data(data).digest
-    assert record["machine"]["threads"] == torch.get_num_threads()
-    assert record["versions"]["torch"] == torch.__version__
+        assert getattr(record, key) is not None
+    assert record.data.digest == load_data(data).digest
+    assert record.machine.threads == torch.get_num_threads()
+    assert record.versions["torch"] == torch.__version__
 
 
 def test_test_images_are_used_once(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     evaluate = Trainer.evaluate
 
-    def counted(self: Trainer, batches: object) -> object:
+    def counted(self: Trainer, batches: Batches, weights: dict[str, torch.Tensor]) -> object:
         seen.append("test" if batches is self.test else "val")
-        return evaluate(self, batches)  # type: ignore[arg-type]
+        return evaluate(self, batches, weights)
 
     monkeypatch.setattr(Trainer, "evaluate", counted)
     train(tiny_config(data, epochs=3), tmp_path / "run", quiet=True)
@@ -324,22 +335,22 @@ def test_a_convolutional_network_trained_upright_loses_its_accuracy_when_images_
     config = RunConfig.of("digits", "resnet29").replaced("model", depth=11, widths=(8, 8, 8))
     record = train(config.replaced("recipe", epochs=4), tmp_path / "run", quiet=True)
     under = evaluate(open_trained(tmp_path / "run")).accuracy_under
-    assert record["test_accuracy"] == under["0°"] > 0.8
+    assert record.test_accuracy == under["0°"] > 0.8
     assert max(under["90°"], under["270°"]) < 0.4
 
 
 def test_bf16(data: Path, tmp_path: Path) -> None:
     config = replace(tiny_config(data, "resnet29_asc", epochs=1), hardware=Hardware(precision="bf16"))
     record = train(config, tmp_path / "run", quiet=True)
-    assert math.isfinite(record["test_loss"])
+    assert math.isfinite(record.test_loss)
     assert all(p.dtype == torch.float32 for p in open_trained(tmp_path / "run").model.parameters())
 
 
 def test_without_validation_images(data: Path, tmp_path: Path) -> None:
     record = train(tiny_config(data, epochs=1).replaced("data", validation=0.0), tmp_path / "run", quiet=True)
-    assert record["val_accuracy"] is None
-    assert record["best_val_accuracy"] is None
-    assert record["data"]["images"]["val"] == 0
+    assert record.val_accuracy is None
+    assert record.best_val_accuracy is None
+    assert record.data.images["val"] == 0
 
 
 def test_nan_stops_the_run_and_keeps_the_last_good_weights(
@@ -354,7 +365,7 @@ def test_nan_stops_the_run_and_keeps_the_last_good_weights(
         return step(self, images, labels)
 
     monkeypatch.setattr(Trainer, "step", poisoned)
-    with pytest.raises(Diverged, match="the loss is nan in epoch 2, step 3; the last good weights are in"):
+    with pytest.raises(Diverged, match="the loss is nan in epoch 2, step 3; the last finite weights are in"):
         train(tiny_config(data, epochs=2), tmp_path / "run", quiet=True)
     run = Run.open(tmp_path / "run")
     assert not run.finished

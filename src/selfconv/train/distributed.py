@@ -17,6 +17,15 @@ def broadcast_object(value: T) -> T:
     return broadcast_object_list([value])[0]
 
 
+def largest(value: int, device: torch.device) -> int:
+    """Returns the largest of the processes' values in all processes."""
+    if not torch.distributed.is_initialized():
+        return value
+    values = torch.tensor([value], device=device)
+    torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX)
+    return int(values.item())
+
+
 class _SyncedBatchNorm(nn.BatchNorm2d):
     """Batch normalisation over the batches of all processes, on any device, for features of any rank.
 

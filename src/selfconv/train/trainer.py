@@ -23,7 +23,7 @@ from selfconv.models import ResNet, load_initial, mismatches
 from selfconv.train import checkpoints
 from selfconv.train.checkpoints import Checkpoint, final_weights
 from selfconv.train.config import RunConfig
-from selfconv.train.distributed import sync_batch_norm
+from selfconv.train.distributed import largest, sync_batch_norm
 from selfconv.train.progress import Journal, Progress
 from selfconv.train.record import EpochMetrics
 from selfconv.train.runs import Run
@@ -171,17 +171,16 @@ class Trainer:
             pending += self.step(images, labels)
             if state.step % every and state.step < steps:
                 continue
-            signals = torch.tensor([float(stop.number)], device=device)
-            *totals, signal = self.accelerator.reduce(torch.cat([pending, signals]), "sum").tolist()
+            number = largest(stop.number, device)
+            state.sums.add(self.accelerator.reduce(pending, "sum").tolist())
             pending.zero_()
-            state.sums.add(totals)
             elapsed = max(time.monotonic() - began, 1e-9)  # a coarse clock may not have advanced
             state.seconds = seconds_before + elapsed
             check_finite(state.sums.means[0], state.epoch, state.step, run.checkpoints)
             progress.step(state.epoch * steps + state.step, self._status())
-            if signal:
+            if number:
                 self._save(run)
-                raise interruption(state.epoch, state.step, run.folder, stop.number or int(signal))
+                raise interruption(state.epoch, state.step, run.folder, number)
             due = time.monotonic() - saved > 60 * self.config.hardware.checkpoint_minutes
             if due and state.step < steps:
                 self._save(run)

@@ -12,6 +12,7 @@ from typing import Literal
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from helpers.tiny_runs import same_weights, tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,8 +33,10 @@ from selfconv.train import (
     paper_recipe,
     train,
 )
+from selfconv.train import trainer as trainer_module
 from selfconv.train.setup import learning_rate, parameter_groups
 from selfconv.train.sizing import Sizing, measure_step
+from selfconv.train.stopping import out_of_memory
 from selfconv.trained import open_trained
 
 # ---- the recipe ----
@@ -230,6 +233,20 @@ def test_a_batch_that_does_not_split_evenly(data: Path) -> None:
         ValueError, match="batch_size: expected a multiple of accumulate × processes = 3; got 16"
     ):
         trainer_of(config)
+
+
+def test_the_advice_after_out_of_memory_can_be_followed_in_several_processes(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes have 8 images each of a batch of 16; in halves of 4 that is ``--accumulate 2``."""
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    monkeypatch.setattr(trainer_module, "sync_batch_norm", lambda _: None)
+    for accumulate, advice in ((1, 2), (2, 4)):
+        trainer = trainer_of(replace(tiny_config(data), hardware=Hardware(accumulate=accumulate)))
+        sizes = trainer.images_per_process, trainer.micro_batch_size
+        assert sizes == (8, 8 // accumulate)
+        assert f"--accumulate {advice} takes half as many" in str(out_of_memory(0, 0, *sizes, Path("run")))
+        trainer_of(replace(tiny_config(data), hardware=Hardware(accumulate=advice)))
 
 
 def test_clipping_bounds_the_step(data: Path) -> None:

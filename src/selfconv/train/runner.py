@@ -93,10 +93,8 @@ def train(
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
-                state, size = trainer.state, trainer.batches.batch_size
-                raise out_of_memory(
-                    state.epoch, state.step, size, trainer.micro_batch_size, run.checkpoints
-                ) from error
+                sizes = trainer.images_per_process, trainer.micro_batch_size
+                raise out_of_memory(state.epoch, state.step, *sizes, run.checkpoints) from error
     if accelerator.num_processes > 1:
         accelerator.end_training()
     return record

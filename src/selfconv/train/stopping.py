@@ -72,12 +72,12 @@ def interruption(epoch: int, step: int, folder: Path, number: int) -> Interrupte
 
 
 def out_of_memory(
-    epoch: int, step: int, batch_size: int, micro_batch_size: int, checkpoints: Path
+    epoch: int, step: int, images_per_process: int, micro_batch_size: int, checkpoints: Path
 ) -> OutOfMemory:
-    """Args: the numbers of completed epochs and steps, of images in a step, and of images at a time."""
+    """Args: the numbers of completed epochs and steps, of images that a process has per step and at a time."""
     return OutOfMemory(
         f"out of memory in epoch {epoch + 1}, step {step + 1}, with {micro_batch_size} images at a time; "
-        f"--accumulate {2 * batch_size // micro_batch_size} takes half as many and learns the same but for "
+        f"--accumulate {2 * images_per_process // micro_batch_size} takes half as many and learns the same but for "
         "batch norm, and a lower --batch-size or --image-size needs less too; the checkpoints in "
         f"{checkpoints} are kept"
     )

@@ -313,6 +313,32 @@ def test_a_full_disk_loses_no_checkpoint(tmp_path: Path, monkeypatch: pytest.Mon
     assert last.state["epoch"] == 2
 
 
+def test_model_and_names_are_on_disk_before_the_folder_gets_its_name(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash of the machine after the rename must not leave a ``model/`` with missing files."""
+    flushed: list[str] = []
+    fsync, move = os.fsync, os.replace
+
+    def noted(descriptor: int) -> None:
+        flushed.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def checked(source: Path, target: Path) -> None:
+        if Path(target).name == "model":
+            files = {path.name for path in Path(source).iterdir()}
+            assert files >= {"config.json", "model.safetensors", "record.json"}
+            assert files <= set(flushed)
+            assert flushed[-1] == ".model.partial"
+            flushed.append("checked")
+        move(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "replace", checked)
+    train(tiny_config(data, epochs=1), tmp_path / "run", quiet=True)
+    assert "checked" in flushed
+
+
 def test_a_disk_that_fills_up_during_a_run(data: Path, tmp_path: Path) -> None:
     """A limit on the size of files, after the first epochs, stands for the disk."""
     out = tmp_path / "run"

@@ -271,6 +271,7 @@ def save_model(run: Run, model: ResNet, record: Record) -> Record:
         for path in partial.iterdir():
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
+        sync_folder(partial)
         shutil.rmtree(final, ignore_errors=True)
         os.replace(partial, final)
     except BaseException:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from selfconv.train import (
     Checkpoint,
     Interrupted,
     Run,
+    RunBusy,
     RunConfig,
     RunError,
     Trainer,
@@ -391,6 +393,32 @@ with lock_run(folder, Run(folder).config, resume=True):
     assert f"RunBusy: {tmp_path / 'run'}: another process is writing to this run" in rival.stderr
     with lock_run(tmp_path / "run", config, resume=True):
         pass
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_two_processes_start_one_run_at_the_same_moment(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: bool
+) -> None:
+    """The other creates the run between our two looks at the folder, and is still running or has been killed."""
+    config, folder = tiny_config(data), tmp_path / "run"
+    exists = Run.exists
+    rival = ExitStack()
+
+    def raced(run: Run) -> bool:
+        found = exists.fget(run)  # type: ignore[attr-defined]
+        monkeypatch.setattr(Run, "exists", exists)
+        rival.enter_context(lock_run(folder, config, resume=False))
+        if ended:
+            rival.close()
+        return found
+
+    folder.mkdir()
+    monkeypatch.setattr(Run, "exists", property(raced))
+    expected = (
+        nullcontext() if ended else pytest.raises(RunBusy, match="another process is writing to this run")
+    )
+    with rival, expected, lock_run(folder, config, resume=True):
+        assert Run(folder).config == config
 
 
 def test_resume_starts_a_new_run(data: Path, tmp_path: Path) -> None:

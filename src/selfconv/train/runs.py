@@ -176,6 +176,15 @@ def open_data(config: RunConfig, *, folder: Path | None = None, download: bool =
     return data if options.subset is None else data.with_fewer(options.subset, options.split_seed)
 
 
+def _other_file(run: Run) -> str | None:
+    """The name of a file in a folder that has no run, if there is one."""
+    if run.exists or not run.folder.is_dir():
+        return None
+    names = sorted(path.name for path in run.folder.iterdir() if not path.name.startswith("."))
+    # "checkpoints" alone: left by a run that was killed before config.json was written
+    return None if names in ([], ["checkpoints"]) else names[0]
+
+
 @contextmanager
 def lock_run(folder: Path, config: RunConfig, *, resume: bool) -> Iterator[Run]:
     """Locks the folder of a run for writing within the context, and creates it if it is new.
@@ -187,18 +196,18 @@ def lock_run(folder: Path, config: RunConfig, *, resume: bool) -> Iterator[Run]:
     run = Run(folder)
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder}: expected a folder to write to; got a file")
-    if folder.is_dir() and not run.exists:
-        others = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
-        # "checkpoints" alone: left by a run that was killed before config.json was written
-        if others and others != ["checkpoints"]:
-            raise RunError(f"{folder}: expected a new or empty folder; it holds {others[0]}")
-    folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")
+    # a run creates its lock before its other files: without one, nothing is written to a folder of other files
+    if (other := _other_file(run)) is not None and not (folder / ".lock").exists():
+        raise RunError(f"{folder}: expected a new or empty folder; it holds {other}")
+    folder.mkdir(parents=True, exist_ok=True)
     try:
         lock.acquire(timeout=0)
     except Timeout:
         raise RunBusy(f"{folder}: another process is writing to this run") from None
     try:
+        if (other := _other_file(run)) is not None:  # again: another process may have started the run above
+            raise RunError(f"{folder}: expected a new or empty folder; it holds {other}")
         if not run.exists:
             run.checkpoints.mkdir(exist_ok=True)
             write_json(folder / "config.json", config.to_json())

@@ -83,9 +83,9 @@ def train(
                 resumed = f"from epoch {state.epoch + 1}, step {state.step + 1} on, "
             progress.say(f"{resumed}into {run.folder}")
             alone = accelerator.num_processes == 1  # synchronised batch norm would wait for the others
-            if visible and alone and (advice := measure_step(trainer).advice(trainer)) is not None:
-                progress.say(advice)
             try:
+                if visible and alone and (advice := measure_step(trainer).advice(trainer)) is not None:
+                    progress.say(advice)
                 trainer.fit(run, stop, progress)
                 record = test_and_save(trainer, run, data, progress)
             except RunStopped as stopped:

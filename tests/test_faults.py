@@ -363,7 +363,7 @@ def test_out_of_memory_before_the_first_step_says_what_to_lower(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "measure_step", lambda _: torch.empty(2**58))
-    with pytest.raises(OutOfMemory, match="out of memory in epoch 1, step 1, .* --accumulate 2 takes half"):
+    with pytest.raises(OutOfMemory, match=r"out of memory in epoch 1, step 1, .* --accumulate 2 takes half"):
         train(config, tmp_path / "run")
 
 

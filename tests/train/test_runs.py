@@ -399,7 +399,7 @@ with lock_run(folder, Run(folder).config, resume=True):
 def test_two_processes_start_one_run_at_the_same_moment(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: bool
 ) -> None:
-    """The other creates the run between our two looks at the folder, and is still running or has been killed."""
+    """The other creates it between our two looks at the folder, and is still running or was killed."""
     config, folder = tiny_config(data), tmp_path / "run"
     exists = Run.exists
     rival = ExitStack()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -389,6 +390,38 @@ def test_nan_stops_the_run_and_keeps_the_last_good_weights(
     assert all(torch.isfinite(value).all() for value in open_trained(run.folder).model.state_dict().values())
     monkeypatch.undo()
     train(tiny_config(data, epochs=2), tmp_path / "run", quiet=True, resume=True)
+    assert same_weights(tmp_path / "good", tmp_path / "run")
+
+
+@pytest.mark.parametrize("saved", ["by the clock", "by a signal", "after the epoch"])
+def test_weights_that_a_step_made_infinite_are_not_saved(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: str
+) -> None:
+    """Its loss was still finite: the next one would be the first to show it."""
+    minutes = 0.0 if saved == "by the clock" else 10.0
+    config = replace(tiny_config(data), hardware=Hardware(checkpoint_minutes=minutes))
+    config = config.replaced("data", validation=0.0)
+    train(config, tmp_path / "good", quiet=True)
+    step = Trainer.step
+
+    def overflowing(self: Trainer, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        last = len(self.batches) - 1 if saved == "after the epoch" else 2
+        poisoned = (self.state.epoch, self.state.step) == (1, last)
+        totals = step(self, images, labels)
+        if poisoned:
+            self.network.state_dict()["fc.weight"][0, 0] = math.inf
+            if saved == "by a signal":
+                signal.raise_signal(signal.SIGTERM)
+        return totals
+
+    monkeypatch.setattr(Trainer, "step", overflowing)
+    message = "the loss is" if saved == "by the clock" else "a weight is infinite or NaN in epoch 2, step"
+    with pytest.raises(Diverged, match=f"{message} .*; the last finite weights are in"):
+        train(config, tmp_path / "run", quiet=True)
+    weights = open_trained(tmp_path / "run").model.state_dict().values()
+    assert all(torch.isfinite(value).all() for value in weights)
+    monkeypatch.undo()
+    train(config, tmp_path / "run", quiet=True, resume=True)
     assert same_weights(tmp_path / "good", tmp_path / "run")
 
 

@@ -197,7 +197,7 @@ def lock_run(folder: Path, config: RunConfig, *, resume: bool) -> Iterator[Run]:
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder}: expected a folder to write to; got a file")
     lock = FileLock(folder / ".lock")
-    # a run creates its lock before its other files: without one, nothing is written to a folder of other files
+    # a run creates its lock before its other files: without a lock they are not a run's, and none is created
     if (other := _other_file(run)) is not None and not (folder / ".lock").exists():
         raise RunError(f"{folder}: expected a new or empty folder; it holds {other}")
     folder.mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,7 @@ class RunStopped(Exception):
 
 
 class Diverged(RunStopped):
-    """The loss is infinite or NaN."""
+    """The loss or a weight is infinite or NaN."""
 
 
 class OutOfMemory(RunStopped):
@@ -56,10 +56,14 @@ class Interrupted(RunStopped):
 
 def check_finite(loss: float, epoch: int, step: int, checkpoints: Path) -> None:
     if not math.isfinite(loss):
-        raise Diverged(
-            f"the loss is {loss} in epoch {epoch + 1}, step {step}; the last finite weights are in "
-            f"{checkpoints}; a lower --lr or --clip 1 may help"
-        )
+        raise diverged(f"the loss is {loss}", epoch, step, checkpoints)
+
+
+def diverged(what: str, epoch: int, step: int, checkpoints: Path) -> Diverged:
+    return Diverged(
+        f"{what} in epoch {epoch + 1}, step {step}; the last finite weights are in {checkpoints}; "
+        "a lower --lr or --clip 1 may help"
+    )
 
 
 def interruption(epoch: int, step: int, folder: Path, number: int) -> Interrupted:
@@ -74,11 +78,11 @@ def interruption(epoch: int, step: int, folder: Path, number: int) -> Interrupte
 def out_of_memory(
     epoch: int, step: int, images_per_process: int, micro_batch_size: int, checkpoints: Path
 ) -> OutOfMemory:
-    """Args: the numbers of completed epochs and steps, of images that a process has per step and at a time."""
+    """Args: the numbers of completed epochs and steps, of images of a process per step and at a time."""
     return OutOfMemory(
         f"out of memory in epoch {epoch + 1}, step {step + 1}, with {micro_batch_size} images at a time; "
-        f"--accumulate {2 * images_per_process // micro_batch_size} takes half as many and learns the same but for "
-        "batch norm, and a lower --batch-size or --image-size needs less too; the checkpoints in "
+        f"--accumulate {2 * images_per_process // micro_batch_size} takes half as many and learns the same "
+        "but for batch norm, and a lower --batch-size or --image-size needs less too; the checkpoints in "
         f"{checkpoints} are kept"
     )
 

@@ -43,7 +43,7 @@ from selfconv.train.state import (
     random_states,
     set_random_states,
 )
-from selfconv.train.stopping import RunError, StopSignals, check_finite, interruption
+from selfconv.train.stopping import RunError, StopSignals, check_finite, diverged, interruption
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -140,13 +140,14 @@ class Trainer:
 
         Raises:
             Interrupted: one of the processes received a signal; a checkpoint is saved.
-            Diverged: the loss is infinite or NaN.
+            Diverged: the loss or a weight is infinite or NaN.
         """
         state, main = self.state, self.accelerator.is_main_process
         journal = Journal(run.folder, state.history) if main else None
         while state.epoch < self.recipe.epochs and not state.stalled(self.recipe.patience):
             self._train_epoch(run, stop, progress)
             metrics = self._validate_epoch(run)
+            self._check_weights(run)
             state.history.append(metrics)
             best = state.best()
             if self.recipe.keep == "best" and best is not None and best.epoch == metrics.epoch:
@@ -179,10 +180,12 @@ class Trainer:
             check_finite(state.sums.means[0], state.epoch, state.step, run.checkpoints)
             progress.step(state.epoch * steps + state.step, self._status())
             if number:
+                self._check_weights(run)
                 self._save(run)
                 raise interruption(state.epoch, state.step, run.folder, number)
             due = time.monotonic() - saved > 60 * self.config.hardware.checkpoint_minutes
-            if due and state.step < steps:
+            # processes may differ in due: all of them stop at the loss of the next step, which is NaN then
+            if due and state.step < steps and self._has_finite_weights():
                 self._save(run)
                 saved = time.monotonic()
 
@@ -210,6 +213,15 @@ class Trainer:
             seconds=state.seconds,
             images_per_second=state.sums.images / state.seconds,
         )
+
+    def _has_finite_weights(self) -> bool:
+        """False if the last step, whose loss was finite, made a weight infinite or NaN."""
+        weights = [*self._weights().values(), *self.ema_weights.values()]
+        return all(bool(value.isfinite().all()) for value in weights)
+
+    def _check_weights(self, run: Run) -> None:
+        if not self._has_finite_weights():
+            raise diverged("a weight is infinite or NaN", self.state.epoch, self.state.step, run.checkpoints)
 
     def _save(self, run: Run) -> None:
         if self.accelerator.is_main_process:

@@ -26,7 +26,7 @@ class ModelOptions:
     init: str | None = None
     """Start from trained weights: the folder of a run or a saved model, or the name of a shipped one."""
     group: str | None = None
-    """Symmetry group: z2, p4, p4m; c8, c12, c16, d8, d12, d16 for turns by less than 90°."""
+    """Name of the symmetry group, such as z2, p4, p4m, or c8 for rotations by 45°."""
     widths: tuple[int, int, int] | None = None
     """Channels of the spatial layers, one number per stage."""
     depth: int | None = None
@@ -186,7 +186,10 @@ def fast_recipe(model: str = "resnet29") -> Recipe:
 
 
 def short_recipe(model: str = "resnet29") -> Recipe:
-    """For 10 to 30 epochs of CIFAR on a CPU: small batches, a high rate, and smaller images first."""
+    """For 10 to 30 epochs of CIFAR on a CPU: small batches, a high rate, and smaller images first.
+
+    The rate was compared in docs/training.md, "The rate of `short`".
+    """
     return Recipe(
         epochs=15,
         batch_size=64,

@@ -13,7 +13,6 @@ from typing import Literal
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from helpers.tiny_runs import same_weights, tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,10 +33,7 @@ from selfconv.train import (
     paper_recipe,
     train,
 )
-from selfconv.train import trainer as trainer_module
 from selfconv.train.setup import learning_rate, parameter_groups
-from selfconv.train.sizing import Sizing, measure_step
-from selfconv.train.stopping import out_of_memory
 from selfconv.trained import open_trained
 
 # ---- the recipe ----
@@ -236,20 +232,6 @@ def test_a_batch_that_does_not_split_evenly(data: Path) -> None:
         trainer_of(config)
 
 
-def test_the_advice_after_out_of_memory_can_be_followed_in_several_processes(
-    data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two processes have 8 images each of a batch of 16; in halves of 4 that is ``--accumulate 2``."""
-    monkeypatch.setattr(Accelerator, "num_processes", 2)
-    monkeypatch.setattr(trainer_module, "sync_batch_norm", lambda _: None)
-    for accumulate, advice in ((1, 2), (2, 4)):
-        trainer = trainer_of(replace(tiny_config(data), hardware=Hardware(accumulate=accumulate)))
-        sizes = trainer.images_per_process, trainer.micro_batch_size
-        assert sizes == (8, 8 // accumulate)
-        assert f"--accumulate {advice} takes half as many" in str(out_of_memory(0, 0, *sizes, Path("run")))
-        trainer_of(replace(tiny_config(data), hardware=Hardware(accumulate=advice)))
-
-
 def test_clipping_bounds_the_step(data: Path) -> None:
     config = tiny_config(data, clip=1e-3, weight_decay=0.0, momentum=0.5, schedule="step", lr=1.0)
     trainer = trainer_of(config)
@@ -429,34 +411,3 @@ def test_caching_allocator() -> None:
     import platform
 
     assert keep_memory() == (platform.libc_ver()[0] == "glibc")
-
-
-# ---- before a run ----
-
-
-def test_the_measurement_before_a_run_changes_nothing(data: Path) -> None:
-    config = tiny_config(data, "resnet29_asc", ema=0.9)
-    trainers = [Trainer(config, open_data(config), make_accelerator(config.hardware)) for _ in range(2)]
-    found = measure_step(trainers[0])
-    assert found.epoch_seconds > 0
-    for trainer in trainers:
-        trainer.step(*next(trainer.batches.epoch(0)))
-    a, b = (trainer.network.state_dict() for trainer in trainers)
-    assert all(torch.equal(a[name], b[name]) for name in a)
-    assert found.advice(trainers[0]) is None
-    assert Sizing(7200, 1e9).advice(trainers[0]) == (
-        "about 2.0 h an epoch on this machine, 4.0 h in all, and 1.0 GB of memory for a step"
-    )
-    advice = Sizing(1, 1e15).advice(trainers[0])
-    assert advice is not None
-    assert "--accumulate 16, or a smaller --image-size or --batch-size needs less" in advice
-
-
-def test_the_memory_of_a_step_grows_with_its_images(data: Path) -> None:
-    config = tiny_config(data, batch_size=4)
-    needs = []
-    for size in (4, 16):
-        config = config.replaced("recipe", batch_size=size)
-        trainer = Trainer(config, open_data(config), make_accelerator(config.hardware))
-        needs.append(measure_step(trainer).step_bytes)
-    assert 3 < needs[1] / needs[0] < 4.1

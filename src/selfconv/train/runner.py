@@ -25,7 +25,6 @@ from selfconv.train.stopping import (
     StopSignals,
     check_finite,
     is_out_of_memory,
-    out_of_memory,
 )
 from selfconv.train.trainer import Trainer
 
@@ -93,8 +92,7 @@ def train(
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
-                sizes = trainer.images_per_process, trainer.micro_batch_size
-                raise out_of_memory(state.epoch, state.step, *sizes, run.checkpoints) from error
+                raise trainer.out_of_memory(run) from error
     if accelerator.num_processes > 1:
         accelerator.end_training()
     return record

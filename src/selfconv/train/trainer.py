@@ -43,7 +43,15 @@ from selfconv.train.state import (
     random_states,
     set_random_states,
 )
-from selfconv.train.stopping import RunError, StopSignals, check_finite, diverged, interruption
+from selfconv.train.stopping import (
+    OutOfMemory,
+    RunError,
+    StopSignals,
+    check_finite,
+    diverged,
+    interruption,
+    out_of_memory,
+)
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -188,6 +196,11 @@ class Trainer:
             if due and state.step < steps and self._has_finite_weights():
                 self._save(run)
                 saved = time.monotonic()
+
+    def out_of_memory(self, run: Run) -> OutOfMemory:
+        """The error for the current step, if it ran out of memory."""
+        sizes = self.images_per_process, self.micro_batch_size
+        return out_of_memory(self.state.epoch, self.state.step, *sizes, run.checkpoints)
 
     def _status(self) -> str:
         """Epoch, loss, accuracy and speed, for the progress bar."""

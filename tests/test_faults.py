@@ -67,7 +67,7 @@ def ends_like(whole: Path, run: Path, config: RunConfig) -> None:
     train(config, run, quiet=True, resume=True)
     assert same_weights(whole, run)
     assert losses(whole) == losses(run)
-    assert Run.open(run).record["test_loss"] == Run.open(whole).record["test_loss"]
+    assert Run.open(run).record.test_loss == Run.open(whole).record.test_loss
     left = {p.name for p in run.rglob("*") if "partial" in p.name}
     assert not left
 
@@ -115,8 +115,8 @@ def always(*_: Any) -> bool:
 STAGES: dict[str, Callable[[], None]] = {
     "before anything": lambda: wrapped(runs, "lock_run", always),
     "folder made, nothing in it": lambda: wrapped(runs, "write_json", always),
-    "options written": lambda: wrapped(runs, "note_data", always),
-    "data noted": lambda: wrapped(runs, "note_data", always, after=True),
+    "options written": lambda: wrapped(runs, "write_or_check_data_info", always),
+    "data noted": lambda: wrapped(runs, "write_or_check_data_info", always, after=True),
     "first step": lambda: wrapped(Trainer, "step", always),
     "mid-epoch": lambda: wrapped(Trainer, "step", lambda t, *_: (t.state.epoch, t.state.step) == (1, 3)),
     "epoch done, not saved": lambda: wrapped(
@@ -126,8 +126,8 @@ STAGES: dict[str, Callable[[], None]] = {
     "checkpoint whole, not in place": lambda: wrapped(
         runs.os, "replace", lambda _, to: Path(to).name.startswith("000002")
     ),
-    "checkpoint in place, old ones not gone": lambda: wrapped(checkpoints, "listed", always),
-    "before the test": lambda: wrapped(runner, "finish", always),
+    "checkpoint in place, old ones not gone": lambda: wrapped(checkpoints, "checkpoint_files", always),
+    "before the test": lambda: wrapped(runner, "test_and_save", always),
     "model written, not in place": lambda: wrapped(
         runs.os, "replace", lambda _, to: Path(to).name == "model"
     ),
@@ -328,7 +328,7 @@ def test_a_clock_that_goes_backwards(
     with pytest.raises(KeyboardInterrupt):
         train(config, tmp_path / "run", quiet=True)
     monkeypatch.setattr(Trainer, "step", step)
-    for age, path in enumerate(checkpoints.listed(tmp_path / "run" / "checkpoints")):
+    for age, path in enumerate(checkpoints.checkpoint_files(tmp_path / "run" / "checkpoints")):
         os.utime(path, (1_000_000 - age, 1_000_000 - age))
     ends_like(whole, tmp_path / "run", config)
 
@@ -357,6 +357,14 @@ def test_out_of_memory_says_what_to_lower(
     assert "\n" not in message
     monkeypatch.undo()
     ends_like(whole, tmp_path / "run", config)
+
+
+def test_out_of_memory_before_the_first_step_says_what_to_lower(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "measure_step", lambda _: torch.empty(2**58))
+    with pytest.raises(OutOfMemory, match=r"out of memory in epoch 1, step 1, .* --accumulate 2 takes half"):
+        train(config, tmp_path / "run")
 
 
 @pytest.mark.parametrize(

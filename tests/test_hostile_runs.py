@@ -439,7 +439,7 @@ FORGERIES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], object], s
     "threads": (lambda t, s: s.pop("threads"), "threads is missing"),
     "more": (lambda t, s: s.update(colour="red"), "unknown option 'colour'"),
     "text": (lambda t, s: s.update(seconds="1"), "seconds: expected float; got '1'"),
-    "steps": (lambda t, s: s.update(step=10**7), r"contains the state that belongs in"),
+    "steps": (lambda t, s: s.update(step=10**7), r"expected the state of this file name; got that of"),
 }
 
 
@@ -544,7 +544,7 @@ def test_fifos_and_devices_are_refused(
     os.mkfifo(case.run / name)
     assert run_cli("predict", case.run, case.image) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert "expected a file; got a FIFO" in line or "got other things" in line
+    assert "expected a file; got a FIFO" in line or "got a folder without config.json" in line
 
 
 # ---- cases ----

@@ -65,6 +65,17 @@ class FileRefused(ValueError):
     """A path that is not a plain file, or a file that is too large."""
 
 
+def describe_folder(path: Path, lacking: str) -> str:
+    """What is at a path where a folder with certain files was expected, for a message.
+
+    Args:
+        lacking: the files, none of which is in the folder.
+    """
+    if not path.is_dir():
+        return "a file" if path.exists() else "no such folder"
+    return f"a folder without {lacking}" if any(path.iterdir()) else "an empty folder"
+
+
 def check_file(path: str | os.PathLike[str], limit: float) -> None:
     """Raises FileRefused, before anything is read, unless it is a plain file of at most so many bytes.
 

@@ -392,9 +392,9 @@ def dihedral(name: str, order: int) -> Group:
 
 
 Z2, P4, P4M = cyclic("z2", 1), cyclic("p4", 4), dihedral("p4m", 4)
-FINE = [cyclic(f"c{n}", n) for n in (8, 12, 16)] + [dihedral(f"d{n}", n) for n in (8, 12, 16)]
+BAND_LIMITED = [cyclic(f"c{n}", n) for n in (8, 12, 16)] + [dihedral(f"d{n}", n) for n in (8, 12, 16)]
 
-GROUPS = {group.name: group for group in (Z2, P4, P4M, *FINE)}
+GROUPS = {group.name: group for group in (Z2, P4, P4M, *BAND_LIMITED)}
 
 
 def get_group(group: str | Group) -> Group:

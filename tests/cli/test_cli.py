@@ -74,7 +74,7 @@ def test_evaluate(run: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert run_cli("evaluate", run, "--json") == 0
     result = json.loads(capsys.readouterr().out)
     record = Run.open(run).record
-    assert result["accuracy"] == record["test_accuracy"]
+    assert result["accuracy"] == record.test_accuracy
     assert result["accuracy_under"]["0°"] == result["accuracy"]
     labels = load_data(data).test.labels
     assert np.array(result["confusion"]).sum(1).tolist() == torch.bincount(labels, minlength=10).tolist()
@@ -287,7 +287,7 @@ def test_an_output_folder_that_holds_other_things(data: Path, run: Path, tmp_pat
     ("args", "message"),
     [
         (["evaluate", "nowhere"], "digits_p4_asc; got no such folder or name"),
-        (["evaluate", "."], "digits_p4_asc; got other things"),
+        (["evaluate", "."], "digits_p4_asc; got a folder without config.json or model.safetensors"),
         (["evaluate", "empty"], "digits_p4_asc; got an empty folder"),
         (["evaluate", "broken.png"], "digits_p4_asc; got a file"),
         (["evaluate"], "Missing"),

@@ -20,17 +20,21 @@ from torch import nn
 import selfconv
 from selfconv.groups import P4, get_group
 from selfconv.models import (
+    MODELS,
+    SPATIAL_KINDS,
     ResNet,
     ResNetConfig,
     count_flops,
     count_parameters,
     create_model,
     list_models,
+    model_facts,
     model_info,
     models_table,
 )
 from selfconv.nn import GroupBatchNorm, LocalAttention2d
 from selfconv.ops import affine_self_conv_flops
+from selfconv.train import paper_recipe
 
 
 def counted_by_hand(name: str, classes: int) -> int:
@@ -95,6 +99,29 @@ def test_the_documentation_tells_the_counts_we_have() -> None:
     told = {name: int(count.replace(",", "")) for name, count in rows}
     assert told == {name: count_parameters(create_model(name)) for name in list_models()}
     assert "310k" in text
+
+
+def test_a_variant_may_have_any_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line in ``_VARIANTS`` is all it takes, also with an option that is no field of ``ModelFacts``."""
+    monkeypatch.setitem(MODELS, "resnet29_wide_window", {"depth": 29, "kernel_size": 7, "pool": "max"})
+    facts = model_facts("resnet29_wide_window", group="p4")
+    assert facts is not None
+    assert facts.label == "p4ResNet29+kernel_size=7+pool=max"  # not that of the baseline
+    assert paper_recipe("resnet29_wide_window").epochs == 100
+    model = create_model("resnet29_wide_window", depth=11)
+    assert (model.config["kernel_size"], model.config["pool"]) == (7, "max")
+    assert "resnet29_wide_window" in list_models("resnet29*")
+
+
+def test_kinds_of_spatial_layers_differ_in_label_and_title() -> None:
+    labels = {model_facts("resnet29", spatial=spatial).label for spatial in SPATIAL_KINDS}  # type: ignore[union-attr]
+    titles = {kind.title for kind in SPATIAL_KINDS.values()}
+    assert len(labels) == len(titles) == len(SPATIAL_KINDS)
+    for spatial, kind in SPATIAL_KINDS.items():
+        config = ResNetConfig.of(spatial=spatial, num_heads=4)
+        assert (config.attention, config.zero_gamma) == (kind.attention, kind.zero_gamma)
+        layers = create_model("resnet29", spatial=spatial, num_heads=4, depth=11).modules()
+        assert any(isinstance(layer, LocalAttention2d) for layer in layers) == kind.attention
 
 
 def test_the_names() -> None:

@@ -130,7 +130,7 @@ def test_sigterm_and_resume(
     assert stopped.value.code == 128 + signal.SIGTERM
     assert all(worker._process.returncode is not None for taken in places.values() for worker in taken)
     begun = [tmp_path / trial.folder for trial in plan.trials[:2]]
-    saved = {folder: checkpoints.listed(folder / "checkpoints") for folder in begun}
+    saved = {folder: checkpoints.checkpoint_files(folder / "checkpoints") for folder in begun}
     for trial, folder in zip(plan.trials, begun, strict=False):
         state = checkpoints.read(saved[folder][-1], Run.open(folder).digest).state
         assert (6 * state["epoch"] + state["step"]) / (6 * EPOCHS) >= came[trial.folder]  # nothing is lost

@@ -183,9 +183,9 @@ def test_a_plan_from_nothing_to_its_report(data: Path, tmp_path: Path, capfd: An
     for trial in plan["trials"]:
         record = Run.open(out / trial["folder"]).record
         evaluation = json.loads((out / trial["folder"] / "evaluation.json").read_text())
-        assert record["model"] == trial["model"]
-        assert record["data"]["images"] == {"train": 60, "val": 10, "test": 40}
-        assert evaluation["accuracy"] == record["test_accuracy"]
+        assert record.model == trial["model"]
+        assert record.data.images == {"train": 60, "val": 10, "test": 40}
+        assert evaluation["accuracy"] == record.test_accuracy
         assert evaluation["equivariance_error"] > 0.01  # these networks know nothing of turns
 
     before = files(out)
@@ -331,7 +331,7 @@ def test_ctrl_c_in_the_command(data: Path, tmp_path: Path) -> None:
     told = error.strip().partition("continue with: selfconv ")[2].split()
     assert not Run.open(folder).finished
     assert run_cli(*told) == 0
-    assert Run.open(folder).record["epochs"] == 40
+    assert Run.open(folder).record.epochs == 40
 
 
 # ---- what is refused ----
@@ -455,7 +455,7 @@ def test_a_dry_run_downloads_nothing(tmp_path: Path, capfd: Any, monkeypatch: py
     assert printed.err == ""
     for text in (
         "cifar10: 5000 images to train, 5000 to validate, 10000 to test; 32×32, colour, 10 classes",
-        "not here yet, a run downloads https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz (170 MB)",
+        "not downloaded yet: https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz (170 MB)",
         "for 8 runs, 2 at a time",
     ):
         assert text in printed.out

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 from selfconv.data import Augment, Batches, load_data
 from selfconv.train import Interrupted, Recipe, Run, StopSignals, find_learning_rate, train
-from selfconv.train.checkpoints import State
 from selfconv.train.lr_range import LearningRateRange, smooth
-from selfconv.train.record import EpochMetrics
+from selfconv.train.record import BestEpoch, EpochMetrics
+from selfconv.train.state import State
 from selfconv.trained import evaluate, open_trained
 
 
@@ -43,8 +43,8 @@ def history(*accuracies: float) -> State:
 
 
 def test_the_best_epoch_is_the_first_of_the_best() -> None:
-    assert history().best_epoch is None
-    assert history(0.2, 0.5, 0.3, 0.5).best_epoch == 2
+    assert history().best() is None
+    assert history(0.2, 0.5, 0.3, 0.5).best() == BestEpoch(2, 0.5)
     assert not history(0.2, 0.5, 0.3, 0.5).stalled(3)
     assert history(0.2, 0.5, 0.3, 0.5).stalled(2)
     assert not history(0.2, 0.5, 0.3, 0.5).stalled(None)
@@ -58,14 +58,14 @@ def test_keep_best(data: Path, tmp_path: Path, ema: float | None) -> None:
     last = train(tiny_config(data, **options), tmp_path / "last", quiet=True)
     metrics = Run.open(tmp_path / "best").metrics
     accuracies = [m.val_accuracy or 0.0 for m in metrics]
-    assert record["kept_epoch"] == accuracies.index(max(accuracies)) + 1
+    assert record.kept_epoch == accuracies.index(max(accuracies)) + 1
     assert [m.val_accuracy for m in Run.open(tmp_path / "last").metrics] == accuracies
-    assert (record["kept_epoch"] == 4) == same_weights(tmp_path / "best", tmp_path / "last")
-    assert last["kept_epoch"] is None
+    assert (record.kept_epoch == 4) == same_weights(tmp_path / "best", tmp_path / "last")
+    assert last.kept_epoch is None
     found = evaluate(open_trained(tmp_path / "best"), pictures=False)
-    assert found.accuracy == pytest.approx(record["test_accuracy"])
-    short = tiny_config(data, **options | {"epochs": record["kept_epoch"]})
-    assert short.recipe.epochs == record["kept_epoch"]
+    assert found.accuracy == pytest.approx(record.test_accuracy)
+    short = tiny_config(data, **options | {"epochs": record.kept_epoch})
+    assert short.recipe.epochs == record.kept_epoch
 
 
 class StopAfter(StopSignals):
@@ -101,7 +101,7 @@ def test_early_stopping(data: Path, tmp_path: Path) -> None:
     config = tiny_config(data, epochs=30, lr=1e-9, patience=2)  # nothing is learned, so nothing improves
     record = train(config, tmp_path / "run", quiet=True)
     accuracies = [m.val_accuracy or 0.0 for m in Run.open(tmp_path / "run").metrics]
-    assert record["epochs"] == len(accuracies) == accuracies.index(max(accuracies)) + 3 < 30
+    assert record.epochs == len(accuracies) == accuracies.index(max(accuracies)) + 3 < 30
     assert open_trained(tmp_path / "run").record == record
     assert train(config, tmp_path / "run", resume=True, quiet=True) == record
 
@@ -110,7 +110,7 @@ def test_validation_images_are_needed(data: Path, tmp_path: Path) -> None:
     choices: list[dict[str, Any]] = [{"keep": "best"}, {"patience": 2}]
     for options in choices:
         config = tiny_config(data, **options).replaced("data", validation=0.0)
-        with pytest.raises(ValueError, match="--keep best and --patience need validation images; got none"):
+        with pytest.raises(ValueError, match="keep='best' and patience need validation images; got none"):
             train(config, tmp_path / "run", quiet=True)
     with pytest.raises(ValueError, match="patience: expected an integer ≥ 1; got 0"):
         Recipe(patience=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -42,7 +43,7 @@ def launch(launcher: list[str], config: RunConfig, out: Path) -> str:
         timeout=300,
     )
     assert run.returncode == 0, run.stderr
-    assert Run.open(out).record["processes"] == 2
+    assert Run.open(out).record.processes == 2
     return run.stdout
 
 
@@ -68,8 +69,8 @@ def test_two_processes_do_what_one_does(data: Path, tmp_path: Path, free_port: i
     one, two = vector(weights(tmp_path / "one")), vector(weights(tmp_path / "two"))
     assert (one - two).norm() < 1e-3 * (one - first).norm()
     records = [Run.open(tmp_path / name).record for name in ("one", "two")]
-    assert records[0]["test_loss"] == pytest.approx(records[1]["test_loss"], rel=1e-3)
-    assert records[0]["data"] == records[1]["data"]
+    assert records[0].test_loss == pytest.approx(records[1].test_loss, rel=1e-3)
+    assert records[0].data == records[1].data
 
 
 def test_without_synchronised_batch_norm_each_process_has_its_own(
@@ -102,6 +103,28 @@ def test_failure_is_reported_once(data: Path, tmp_path: Path, free_port: int) ->
     ours = [line for line in run.stderr.splitlines() if line.startswith("selfconv:")]
     assert ours == [f"selfconv: {tmp_path}: expected a new or empty folder; it holds thesis.tex"]
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+# ---- signals ----
+
+
+def signal_in_a_process(rank: int, folder: str, port: int) -> None:
+    from selfconv.train.distributed import largest
+
+    address = f"tcp://127.0.0.1:{port}"
+    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=3)
+    number = largest(0 if rank == 0 else signal.SIGTERM, torch.device("cpu"))
+    (Path(folder) / str(rank)).write_text(str(number))
+    torch.distributed.barrier()
+    os._exit(0)
+
+
+def test_a_signal_to_two_of_three_processes_is_that_signal_in_all(tmp_path: Path, free_port: int) -> None:
+    """A sum over processes would be 30, and the exit code 158."""
+    torch.multiprocessing.start_processes(
+        signal_in_a_process, (str(tmp_path), free_port), 3, start_method="fork"
+    )
+    assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == [str(int(signal.SIGTERM))] * 3
 
 
 # ---- batch norm over all processes ----

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from selfconv.train import (
     Checkpoint,
     Interrupted,
     Run,
+    RunBusy,
     RunConfig,
     RunError,
     Trainer,
@@ -33,8 +35,8 @@ from selfconv.train import (
     runs,
     train,
 )
-from selfconv.train.checkpoints import random_states, set_random_states
 from selfconv.train.runs import lock_run
+from selfconv.train.state import random_states, set_random_states
 
 
 def losses(run: Path) -> list[tuple[float, float]]:
@@ -128,7 +130,7 @@ def test_a_stop_at_any_step_changes_nothing(
     train(config, tmp_path / "run", quiet=True, resume=True)
     assert same_weights(tmp_path / "whole", tmp_path / "run")
     assert losses(tmp_path / "whole") == losses(tmp_path / "run")
-    assert Run.open(tmp_path / "whole").record["test_loss"] == Run.open(tmp_path / "run").record["test_loss"]
+    assert Run.open(tmp_path / "whole").record.test_loss == Run.open(tmp_path / "run").record.test_loss
 
 
 def test_a_run_killed_after_its_last_epoch_still_gets_its_record(
@@ -173,7 +175,7 @@ def small(epoch: int, value: float = 1.0) -> Checkpoint:
 def test_last_two_checkpoints_are_kept(tmp_path: Path) -> None:
     for epoch in range(5):
         checkpoints.write(tmp_path, small(epoch))
-    assert [p.name for p in checkpoints.listed(tmp_path)] == [
+    assert [p.name for p in checkpoints.checkpoint_files(tmp_path)] == [
         "000003-00000000.safetensors",
         "000004-00000000.safetensors",
     ]
@@ -194,7 +196,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path, damag
         "header": content[:20] + b"}}}" + content[23:],
     }
     path.write_bytes(damaged[damage])
-    with pytest.warns(UserWarning, match="000002-00000000.safetensors: .*; using the one before"):
+    with pytest.warns(UserWarning, match="000002-00000000.safetensors: .*; trying the previous one"):
         found = checkpoints.load_last(tmp_path, "a run")
     assert found is not None
     assert found.state["epoch"] == 1
@@ -219,9 +221,9 @@ def test_a_run_with_a_damaged_checkpoint_ends_with_the_same_bits(
     with pytest.raises(Interrupted):
         train(config, tmp_path / "run", quiet=True)
     monkeypatch.undo()
-    last = checkpoints.listed(tmp_path / "run" / "checkpoints")[-1]
+    last = checkpoints.checkpoint_files(tmp_path / "run" / "checkpoints")[-1]
     last.write_bytes(last.read_bytes()[:5000])
-    with pytest.warns(UserWarning, match="using the one before"):
+    with pytest.warns(UserWarning, match="trying the previous one"):
         train(config, tmp_path / "run", quiet=True, resume=True)
     assert same_weights(tmp_path / "whole", tmp_path / "run")
 
@@ -313,6 +315,32 @@ def test_a_full_disk_loses_no_checkpoint(tmp_path: Path, monkeypatch: pytest.Mon
     assert last.state["epoch"] == 2
 
 
+def test_model_and_names_are_on_disk_before_the_folder_gets_its_name(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash of the machine after the rename must not leave a ``model/`` with missing files."""
+    flushed: list[str] = []
+    fsync, move = os.fsync, os.replace
+
+    def noted(descriptor: int) -> None:
+        flushed.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def checked(source: Path, target: Path) -> None:
+        if Path(target).name == "model":
+            files = {path.name for path in Path(source).iterdir()}
+            assert files >= {"config.json", "model.safetensors", "record.json"}
+            assert files <= set(flushed)
+            assert flushed[-1] == ".model.partial"
+            flushed.append("checked")
+        move(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "replace", checked)
+    train(tiny_config(data, epochs=1), tmp_path / "run", quiet=True)
+    assert "checked" in flushed
+
+
 def test_a_disk_that_fills_up_during_a_run(data: Path, tmp_path: Path) -> None:
     """A limit on the size of files, after the first epochs, stands for the disk."""
     out = tmp_path / "run"
@@ -365,6 +393,32 @@ with lock_run(folder, Run(folder).config, resume=True):
     assert f"RunBusy: {tmp_path / 'run'}: another process is writing to this run" in rival.stderr
     with lock_run(tmp_path / "run", config, resume=True):
         pass
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_two_processes_start_one_run_at_the_same_moment(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: bool
+) -> None:
+    """The other creates it between our two looks at the folder, and is still running or was killed."""
+    config, folder = tiny_config(data), tmp_path / "run"
+    exists = Run.exists
+    rival = ExitStack()
+
+    def raced(run: Run) -> bool:
+        found = exists.fget(run)  # type: ignore[attr-defined]
+        monkeypatch.setattr(Run, "exists", exists)
+        rival.enter_context(lock_run(folder, config, resume=False))
+        if ended:
+            rival.close()
+        return found
+
+    folder.mkdir()
+    monkeypatch.setattr(Run, "exists", property(raced))
+    expected = (
+        nullcontext() if ended else pytest.raises(RunBusy, match="another process is writing to this run")
+    )
+    with rival, expected, lock_run(folder, config, resume=True):
+        assert Run(folder).config == config
 
 
 def test_resume_starts_a_new_run(data: Path, tmp_path: Path) -> None:

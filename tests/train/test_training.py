@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -17,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from selfconv._memory import keep_memory
-from selfconv.data import load_data
+from selfconv.data import Batches, load_data
 from selfconv.models import ResNet, create_model
 from selfconv.train import (
     RECIPES,
@@ -33,7 +34,6 @@ from selfconv.train import (
     train,
 )
 from selfconv.train.setup import learning_rate, parameter_groups
-from selfconv.train.sizing import Sizing, measure_step
 from selfconv.trained import open_trained
 
 # ---- the recipe ----
@@ -252,10 +252,21 @@ def test_the_running_mean_of_the_weights(data: Path) -> None:
             mixed = 0.75 * expected[name] + 0.25 * value
             expected[name] = mixed if value.is_floating_point() else value.clone()
     own = {k: v.clone() for k, v in trainer.network.state_dict().items()}
-    trainer.evaluate(trainer.val)
+    trainer.evaluate(trainer.val, trainer.final_weights())
     assert all(torch.equal(own[k], v) for k, v in trainer.network.state_dict().items())
-    for name, value in trainer.finish().state_dict().items():
+    for name, value in trainer.load_final_weights().state_dict().items():
         torch.testing.assert_close(value, expected[name])
+
+
+def test_an_error_during_evaluation_keeps_the_weights_of_the_training(data: Path) -> None:
+    trainer = trainer_of(tiny_config(data, ema=0.75))
+    trainer.step(*next(trainer.batches.epoch(0)))
+    own = {k: v.clone() for k, v in trainer.network.state_dict().items()}
+    trainer.network.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.evaluate(trainer.val, trainer.final_weights())
+    assert not torch.equal(own["fc.weight"], trainer.ema_weights["fc.weight"])  # the test can tell
+    assert all(torch.equal(own[k], v) for k, v in trainer.network.state_dict().items())
 
 
 def test_label_smoothing_changes_the_loss(data: Path) -> None:
@@ -274,7 +285,7 @@ def test_files_of_a_finished_run(data: Path, tmp_path: Path, model: str) -> None
     run = Run.open(tmp_path / "run")
     assert run.finished
     assert run.config == config
-    assert run.record == json.loads(json.dumps(record))
+    assert run.record == record
     metrics = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert [m["epoch"] for m in metrics] == [1, 2]
     assert all(0 <= m["train_accuracy"] <= 1 and m["images_per_second"] > 0 for m in metrics)
@@ -283,19 +294,19 @@ def test_files_of_a_finished_run(data: Path, tmp_path: Path, model: str) -> None
     model_there = ResNet.from_pretrained(run.folder / "model")
     assert model_there.num_classes == 10
     for key in ("model", "parameters", "seed", "val_accuracy", "test_accuracy", "train_seconds", "versions"):
-        assert record[key] is not None
-    assert record["data"]["digest"] == load_data(data).digest
-    assert record["machine"]["threads"] == torch.get_num_threads()
-    assert record["versions"]["torch"] == torch.__version__
+        assert getattr(record, key) is not None
+    assert record.data.digest == load_data(data).digest
+    assert record.machine.threads == torch.get_num_threads()
+    assert record.versions["torch"] == torch.__version__
 
 
 def test_test_images_are_used_once(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     evaluate = Trainer.evaluate
 
-    def counted(self: Trainer, batches: object) -> object:
+    def counted(self: Trainer, batches: Batches, weights: dict[str, torch.Tensor]) -> object:
         seen.append("test" if batches is self.test else "val")
-        return evaluate(self, batches)  # type: ignore[arg-type]
+        return evaluate(self, batches, weights)
 
     monkeypatch.setattr(Trainer, "evaluate", counted)
     train(tiny_config(data, epochs=3), tmp_path / "run", quiet=True)
@@ -324,22 +335,22 @@ def test_a_convolutional_network_trained_upright_loses_its_accuracy_when_images_
     config = RunConfig.of("digits", "resnet29").replaced("model", depth=11, widths=(8, 8, 8))
     record = train(config.replaced("recipe", epochs=4), tmp_path / "run", quiet=True)
     under = evaluate(open_trained(tmp_path / "run")).accuracy_under
-    assert record["test_accuracy"] == under["0°"] > 0.8
+    assert record.test_accuracy == under["0°"] > 0.8
     assert max(under["90°"], under["270°"]) < 0.4
 
 
 def test_bf16(data: Path, tmp_path: Path) -> None:
     config = replace(tiny_config(data, "resnet29_asc", epochs=1), hardware=Hardware(precision="bf16"))
     record = train(config, tmp_path / "run", quiet=True)
-    assert math.isfinite(record["test_loss"])
+    assert math.isfinite(record.test_loss)
     assert all(p.dtype == torch.float32 for p in open_trained(tmp_path / "run").model.parameters())
 
 
 def test_without_validation_images(data: Path, tmp_path: Path) -> None:
     record = train(tiny_config(data, epochs=1).replaced("data", validation=0.0), tmp_path / "run", quiet=True)
-    assert record["val_accuracy"] is None
-    assert record["best_val_accuracy"] is None
-    assert record["data"]["images"]["val"] == 0
+    assert record.val_accuracy is None
+    assert record.best_val_accuracy is None
+    assert record.data.images["val"] == 0
 
 
 def test_nan_stops_the_run_and_keeps_the_last_good_weights(
@@ -354,7 +365,7 @@ def test_nan_stops_the_run_and_keeps_the_last_good_weights(
         return step(self, images, labels)
 
     monkeypatch.setattr(Trainer, "step", poisoned)
-    with pytest.raises(Diverged, match="the loss is nan in epoch 2, step 3; the last good weights are in"):
+    with pytest.raises(Diverged, match="the loss is nan in epoch 2, step 3; the last finite weights are in"):
         train(tiny_config(data, epochs=2), tmp_path / "run", quiet=True)
     run = Run.open(tmp_path / "run")
     assert not run.finished
@@ -364,38 +375,39 @@ def test_nan_stops_the_run_and_keeps_the_last_good_weights(
     assert same_weights(tmp_path / "good", tmp_path / "run")
 
 
+@pytest.mark.parametrize("saved", ["by the clock", "by a signal", "after the epoch"])
+def test_weights_that_a_step_made_infinite_are_not_saved(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: str
+) -> None:
+    """Its loss was still finite: the next one would be the first to show it."""
+    minutes = 0.0 if saved == "by the clock" else 10.0
+    config = replace(tiny_config(data), hardware=Hardware(checkpoint_minutes=minutes))
+    config = config.replaced("data", validation=0.0)
+    train(config, tmp_path / "good", quiet=True)
+    step = Trainer.step
+
+    def overflowing(self: Trainer, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        last = len(self.batches) - 1 if saved == "after the epoch" else 2
+        poisoned = (self.state.epoch, self.state.step) == (1, last)
+        totals = step(self, images, labels)
+        if poisoned:
+            self.network.state_dict()["fc.weight"][0, 0] = math.inf
+            if saved == "by a signal":
+                signal.raise_signal(signal.SIGTERM)
+        return totals
+
+    monkeypatch.setattr(Trainer, "step", overflowing)
+    message = "the loss is" if saved == "by the clock" else "a weight is infinite or NaN in epoch 2, step"
+    with pytest.raises(Diverged, match=f"{message} .*; the last finite weights are in"):
+        train(config, tmp_path / "run", quiet=True)
+    weights = open_trained(tmp_path / "run").model.state_dict().values()
+    assert all(torch.isfinite(value).all() for value in weights)
+    monkeypatch.undo()
+    train(config, tmp_path / "run", quiet=True, resume=True)
+    assert same_weights(tmp_path / "good", tmp_path / "run")
+
+
 def test_caching_allocator() -> None:
     import platform
 
     assert keep_memory() == (platform.libc_ver()[0] == "glibc")
-
-
-# ---- before a run ----
-
-
-def test_the_measurement_before_a_run_changes_nothing(data: Path) -> None:
-    config = tiny_config(data, "resnet29_asc", ema=0.9)
-    trainers = [Trainer(config, open_data(config), make_accelerator(config.hardware)) for _ in range(2)]
-    found = measure_step(trainers[0])
-    assert found.epoch_seconds > 0
-    for trainer in trainers:
-        trainer.step(*next(trainer.batches.epoch(0)))
-    a, b = (trainer.network.state_dict() for trainer in trainers)
-    assert all(torch.equal(a[name], b[name]) for name in a)
-    assert found.advice(trainers[0]) is None
-    assert Sizing(7200, 1e9).advice(trainers[0]) == (
-        "about 2.0 h an epoch on this machine, 4.0 h in all, and 1.0 GB of memory for a step"
-    )
-    advice = Sizing(1, 1e15).advice(trainers[0])
-    assert advice is not None
-    assert "--accumulate 16, or a smaller --image-size or --batch-size needs less" in advice
-
-
-def test_the_memory_of_a_step_grows_with_its_images(data: Path) -> None:
-    config = tiny_config(data, batch_size=4)
-    needs = []
-    for size in (4, 16):
-        config = config.replaced("recipe", batch_size=size)
-        trainer = Trainer(config, open_data(config), make_accelerator(config.hardware))
-        needs.append(measure_step(trainer).step_bytes)
-    assert 3 < needs[1] / needs[0] < 4.1

@@ -38,7 +38,7 @@ def test_the_record_is_of_these_weights(name: str) -> None:
     assert record["test_accuracy"] >= 0.97
     trained = open_trained(name)
     assert len(trained.metrics) == record["epochs"] == trained.config.recipe.epochs
-    assert trained.metrics[-1]["val_accuracy"] == record["val_accuracy"]
+    assert trained.metrics[-1].val_accuracy == record["val_accuracy"]
     told = json.dumps(record)
     assert not re.search(r"/(work|root|tmp|home|usr)\b", told)
 
@@ -49,7 +49,7 @@ def test_the_accuracy_is_the_recorded_one(name: str) -> None:
     assert trained.record is not None
     test = trained.open_data().test
     right = (logits(trained.model, test, trained.data, lambda x: x).argmax(1) == test.labels).sum().item()
-    assert right / len(test) == pytest.approx(trained.record["test_accuracy"], abs=1.5 / len(test))
+    assert right / len(test) == pytest.approx(trained.record.test_accuracy, abs=1.5 / len(test))
 
 
 def test_quarter_turns_leave_p4_predictions_and_spoil_planar_ones() -> None:

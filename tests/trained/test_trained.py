@@ -45,7 +45,7 @@ def test_every_command_opens_every_kind_of_trained_model(
     accuracy = json.loads(capsys.readouterr().out.splitlines()[-1])["accuracy"]
     record = open_trained(place).record
     assert record is not None
-    assert accuracy == pytest.approx(record["test_accuracy"])
+    assert accuracy == pytest.approx(record.test_accuracy)
     assert run_cli("predict", place, "image.png") == 0
     assert run_cli("export", place, "--to", tmp_path / "model.pt2") == 0
     assert run_cli("audit", place, "--size", "16") == 0

@@ -1,4 +1,4 @@
-"""From the words of a command line to a call, and from an error to one line."""
+"""Parses the command line, calls the command, and prints an error as one line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tyro
 from tyro.conf import OmitArgPrefixes
@@ -18,16 +18,9 @@ from tyro.conf import OmitArgPrefixes
 from selfconv._memory import keep_memory
 from selfconv._text import escape_for_terminal, one_line
 from selfconv._version import __version__
-from selfconv.train import (
-    RunStopped,
-    is_out_of_memory,
-)
-
-if TYPE_CHECKING:
-    pass
-
 from selfconv.cli.commands import COMMANDS
 from selfconv.cli.training import train_command
+from selfconv.train import RunStopped, is_out_of_memory
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -38,7 +31,7 @@ def main(args: Sequence[str] | None = None) -> None:
         return
     keep_memory()  # for every command: half of an evaluation was page faults without it
     warnings.showwarning = _warn
-    for kind in (DeprecationWarning, FutureWarning):  # of the libraries: nothing that a user could do about
+    for kind in (DeprecationWarning, FutureWarning):  # from libraries: a user can do nothing about them
         warnings.simplefilter("ignore", kind)
     try:
         _call(args)
@@ -75,17 +68,17 @@ def _call(args: Sequence[str]) -> None:
 
 
 def parse(commands: dict[str, Callable[..., None]], args: Sequence[str]) -> Callable[[], None]:
-    """The command's call, not yet made, so that only what tyro prints is taken for a parse error."""
+    """A function that calls the command. Parsing does not call it, so all that is printed then is tyro's."""
     calls: list[Callable[[], None]] = []
 
     def deferred(command: Callable[..., None]) -> Callable[..., None]:
         from functools import wraps
 
         @wraps(command)
-        def note(*given: Any, **options: Any) -> None:
+        def store_call(*given: Any, **options: Any) -> None:
             calls.append(lambda: command(*given, **options))
 
-        return note
+        return store_call
 
     tyro.extras.subcommand_cli_from_dict(
         {name: deferred(command) for name, command in commands.items()},
@@ -102,7 +95,8 @@ def _condensed(box: str) -> str:
     lines = [re.sub(r"^[│╭╰─\s]+|[│╮╯─\s]+$", "", line) for line in box.splitlines()]
     first, *rest = [part.split("\n") for part in re.split(r"\n{2,}", "\n".join(lines[1:]).strip())]
     hints = [" ".join(part[:2]) for part in rest if part[0].startswith(("Perhaps", "Available"))]
-    first[0] = re.sub(r"Error parsing __tyro-dummy-inner__\.\w+: ", "", first[0])  # its message says which
+    # tyro's own name of an argument; the rest of the message has the option's
+    first[0] = re.sub(r"Error parsing __tyro-dummy-inner__\.\w+: ", "", first[0])
     return "; ".join([" ".join(first).rstrip("."), *hints]) or "cannot parse the options"
 
 

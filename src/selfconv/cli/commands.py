@@ -49,7 +49,7 @@ def evaluate(
 
     Args:
         data: Data set with the test images; by default the one that the model was trained on.
-        range: With --data, values that are the pixels 0 and 1: LOW,HIGH or dtype; by default as in training.
+        range: With --data, values that map to 0 and 1: LOW,HIGH or dtype; by default as in training.
         out: Folder for the files, also for other data; by default that of the run, for its own data.
         json: Print JSON instead of tables.
     """
@@ -79,14 +79,14 @@ def predict(
 ) -> None:
     """Classify image files: prints file, class and probability, one line per image, as they come.
 
-    A file that cannot be read costs a line on stderr, and exit code 1 after all others are classified.
+    Files that cannot be read are reported on stderr; the others are classified, and the exit code is 1.
 
     Args:
         images: Image files, folders of images, or quoted wildcards.
         format: text: file, class and probability; csv and jsonl: with the probabilities of all classes.
-        range: Values that are the pixels 0 and 1: LOW,HIGH or dtype; by default as in training.
+        range: Values that map to 0 and 1: LOW,HIGH or dtype; by default as in training.
         json: Print one JSON list, with the probabilities of all classes, at the end.
-        explain: Folder for a picture per image: which parts speak for the class.
+        explain: Folder for a picture per image: class activation and occlusion maps.
     """
     from selfconv.data import DataError
     from selfconv.trained import open_trained, predict_each
@@ -125,7 +125,7 @@ def predict(
 
 
 def _prediction_writer(format: str, class_names: Sequence[str]) -> Callable[[Prediction], None]:
-    """What prints an answer, at once."""
+    """A function that prints and flushes a prediction."""
     if format == "jsonl":
         return lambda p: print(json_module.dumps(asdict(p)), flush=True)
     if format == "text":
@@ -146,7 +146,7 @@ def export(trained: Positional[TrainedArgument], /, *, to: Path) -> None:
     """Write a trained model as ONNX or as a torch.export program.
 
     Args:
-        to: File to write: …​.onnx or …​.pt2.
+        to: File to write, a file name that ends in .onnx or .pt2.
     """
     from selfconv.trained import export as export_trained
     from selfconv.trained import open_trained, own_range
@@ -207,7 +207,7 @@ def audit(
     else:
         raise ValueError(f"--downsample and --stem need the name of a model; got the trained model {model}")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of sizes: the audit itself tells
+        warnings.simplefilter("ignore")  # size warnings; the audit reports sizes itself
         result = audit_model(network, size, group, in_channels=network.config["in_channels"])
     print_table(result.table())
     if not result.passed:
@@ -303,24 +303,23 @@ def reproduce(
     from selfconv.study import reproduce as reproduce_plan
 
     made = make_plan(plan, budget)
-    placed = {"address": address, "cpus": cpus, "gpus": gpus}
-    placed = {name: value for name, value in placed.items() if value is not None}
-    where: Engine
+    given = {"address": address, "cpus": cpus, "gpus": gpus}
+    ray_options = {name: value for name, value in given.items() if value is not None}
+    engine_to_use: Engine
     if engine == "ray":
         if jobs is not None:
             raise ValueError("--jobs needs --engine local; got --engine ray, which places runs by --cpus")
         require("--engine ray", "ray")
-        where = RayEngine(**placed)  # type: ignore[arg-type]
-    elif placed:
-        raise ValueError(f"--{next(iter(placed))} needs --engine ray; got --engine local")
+        engine_to_use = RayEngine(**ray_options)  # type: ignore[arg-type]
+    elif ray_options:
+        raise ValueError(f"--{next(iter(ray_options))} needs --engine ray; got --engine local")
     else:
-        where = _processes(jobs, made)
-    options = {**asdict(budget), "out": out, "jobs": jobs, "engine": engine, **placed}
+        engine_to_use = _processes(jobs, made)
+    options = {**asdict(budget), "out": out, "jobs": jobs, "engine": engine, **ray_options}
     defaults = {**asdict(BUDGET), "engine": "local"}
     command = _command("reproduce", plan, {k: v for k, v in options.items() if v != defaults.get(k)})
-    reproduce_plan(
-        made, out if out is not None else Path("runs") / plan, where, command=command, dry_run=dry_run
-    )
+    folder = out if out is not None else Path("runs") / plan
+    reproduce_plan(made, folder, engine_to_use, command=command, dry_run=dry_run)
 
 
 def demo(
@@ -390,10 +389,11 @@ def explore(
 
 @contextmanager
 def _progress(title: str, *, hidden: bool = False) -> Iterator[Callable[[float, str], None] | None]:
-    """Yields what shows the share that is done and a line: a bar on a terminal, elsewhere lines now and then.
+    """Yields a function (fraction, text) that shows progress: a bar on a terminal, elsewhere a line each half
+    minute.
 
     Args:
-        hidden: no bar, because results go to the terminal.
+        hidden: no bar, because results are printed to the terminal.
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -401,14 +401,14 @@ def _progress(title: str, *, hidden: bool = False) -> Iterator[Callable[[float, 
     console = Console(stderr=True)
     if not console.is_terminal:
         say = HalfMinute()
-        yield lambda share, line: say(f"{share:.0%}: {line}")
+        yield lambda fraction, text: say(f"{fraction:.0%}: {text}")
         return
     if hidden:
         yield None
         return
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task(title, total=1.0)
-        yield lambda share, line: progress.update(task, completed=share, description=line)
+        yield lambda fraction, text: progress.update(task, completed=fraction, description=text)
 
 
 def print_table(table: Any) -> None:

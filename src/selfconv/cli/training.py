@@ -1,4 +1,4 @@
-"""``selfconv train``: its options are those of a run, and their defaults depend on some of them."""
+"""``selfconv train``: its options are those of a run; some options determine the defaults of others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from selfconv.train import RECIPES, DataOptions, Hardware, ModelOptions, Recipe,
 
 
 def train_command(args: Sequence[str]) -> Callable[..., None]:
-    """``train``, with the defaults that follow from some of its options: the data, a config file, …"""
+    """The command ``train``, with the defaults that its options --data, --model, --config, … determine."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in ("data", "model", "init", "recipe", "config", "out"):
         parser.add_argument(f"--{name}")
@@ -22,7 +22,7 @@ def train_command(args: Sequence[str]) -> Callable[..., None]:
     training = len(args) > 0 and args[0] == "train"
     try:
         given = parser.parse_known_args(args[1:] if training else [])[0]
-    except argparse.ArgumentError:  # tyro says it better
+    except argparse.ArgumentError:  # tyro's message is better
         given = parser.parse_args([])
     base = RunConfig.of(
         *(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ class Answers:
 
     def _about(self, model: int) -> Json:
         trained = self.comparison.models[model]
-        right = (trained.record or {}).get("test_accuracy")
+        right = None if trained.record is None else trained.record.test_accuracy
         facts = [f"{sum(p.numel() for p in trained.model.parameters()):,} parameters"]
         facts += [f"{right:.1%} of test images right"] if right is not None else []
         return {
@@ -304,13 +304,14 @@ def _training(trained: TrainedModel) -> Json:
     said = (
         f"Each image was {moved}, {flipped}, {turned[recipe.rotate]}, anew in each of {recipe.epochs} epochs."
     )
+    metrics = [asdict(epoch) for epoch in trained.metrics]
     try:
         data = load_own_data(trained)
     except DataError as error:
         return {
             "said": f"{said} The images cannot be read: {error}",
             "images": [],
-            "metrics": trained.metrics,
+            "metrics": metrics,
         }
     augment = Augment(flip=recipe.flip, pad=recipe.pad, rotate=recipe.rotate)
     mean, std = trained.data.mean, trained.data.std
@@ -327,7 +328,7 @@ def _training(trained: TrainedModel) -> Json:
     shape = (1, len(mean), 1, 1)
     shown = images * torch.tensor(std).view(shape) + torch.tensor(mean).view(shape)
     bytes_ = (shown * 255).round().clamp(0, 255).to(torch.uint8).numpy()
-    return {"said": said, "images": [pixels(image) for image in bytes_], "metrics": trained.metrics}
+    return {"said": said, "images": [pixels(image) for image in bytes_], "metrics": metrics}
 
 
 # ---- arrays in JSON ----

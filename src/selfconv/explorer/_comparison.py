@@ -17,7 +17,7 @@ from torch import Tensor
 
 from selfconv.data import DataError, Dataset, as_bytes, fit, load_data, normalise
 from selfconv.groups import P4
-from selfconv.models import list_models
+from selfconv.models import SPATIAL_KINDS, list_models
 from selfconv.testing import relative_error, transform
 from selfconv.train import open_data
 from selfconv.trained import TrainedModel, open_trained
@@ -268,15 +268,7 @@ def kind(trained: TrainedModel) -> str:
 
 def network_title(trained: TrainedModel) -> str:
     """What kind of network it is: ``p4 affine self convolution``."""
-    layers = {
-        "conv": "convolution",
-        "depthwise": "depthwise convolution",
-        "affine": "affine convolution",
-        "sasa": "stand-alone self-attention",
-        "simple_asc": "simple affine self convolution",
-    }
-    spatial = str(trained.model.config["spatial"])
-    return f"{kind(trained)} network, {layers.get(spatial, 'affine self convolution')}"
+    return f"{kind(trained)} network, {SPATIAL_KINDS[trained.model.config['spatial']].title}"
 
 
 def layer_title(name: str) -> str:

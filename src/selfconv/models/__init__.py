@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from selfconv._lazy import lazy
 from selfconv.models.table import (
     MODELS,
+    SPATIAL_KINDS,
     WEIGHTS,
     ModelFacts,
     at_depth,
@@ -37,6 +38,7 @@ else:  # the table alone needs no torch
 
 __all__ = [
     "MODELS",
+    "SPATIAL_KINDS",
     "WEIGHTS",
     "Conversion",
     "ModelFacts",

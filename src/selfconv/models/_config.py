@@ -7,9 +7,10 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from selfconv.groups import GROUPS, Group, get_group
+from selfconv.models.table import SPATIAL_KINDS
 
 _CHOICES = {
-    "spatial": ("conv", "depthwise", "affine", "asc", "simple_asc", "sasa"),
+    "spatial": tuple(SPATIAL_KINDS),
     "psi": ("channel", "dense"),
     "affine": ("both", "psi", "beta"),
     "scale": ("head", "width"),
@@ -17,7 +18,7 @@ _CHOICES = {
     "pool": ("mean", "max", "group_max"),
     "stem": ("conv", "pool4"),
 }
-MAX_DEPTH = 1001  # a description may come from anywhere, and should not fill the memory with layers
+MAX_DEPTH = 1001  # a config.json from an unknown source must not exhaust the memory
 _MOST = {"kernel_size": 255, "num_heads": 4096, "in_channels": 65536, "num_classes": 1_000_000}
 MAX_WIDTH = 65536
 MAX_ELEMENTS = 64  # of a group
@@ -42,8 +43,8 @@ class ResNetConfig:
         psi: ``"channel"`` or ``"dense"``: ψ scales each channel by itself, or maps all channels to all.
         affine_std: initial standard deviation of ψ and β; by default 1/|H|, which on the plane is the paper's
             1. With 1 on every group, as the paper states literally, p4 networks learned more slowly.
-        zero_gamma: whether γ of each block's last batch norm starts at 0; by default in attention models
-            and ``"affine"`` ones.
+        zero_gamma: whether γ of each block's last batch norm starts at 0; by default as ``SPATIAL_KINDS`` in
+            ``models/table.py`` says: in attention models and ``"affine"`` ones.
         affine: the parameters of ASC's affine maps: ``"both"`` ψ and β, only ``"psi"``, or only ``"beta"``.
         scale: the score is divided by the channels of a ``"head"``, or by the ``"width"`` of the layer.
         downsample: how convolutions halve a map: by ``"stride"``, or by ``"pool"``, which is exactly
@@ -59,7 +60,7 @@ class ResNetConfig:
 
     depth: int = 29
     group: str | Group = "z2"
-    spatial: Literal["conv", "depthwise", "affine", "asc", "simple_asc", "sasa"] = "conv"
+    spatial: str = "conv"
     squeeze_excite: bool = False
     widths: tuple[int, int, int]
     kernel_size: int
@@ -87,18 +88,19 @@ class ResNetConfig:
         given["group"] = group.name if GROUPS.get(group.name) == group else group
         width = 2 * round(8 / math.sqrt(len(group)))
         spatial = given.get("spatial", cls.spatial)
+        _check_choice("spatial", spatial)
         by_default = {
             "widths": (width, 2 * width, 4 * width),
             "kernel_size": 3 if spatial == "conv" else 5,
             "num_heads": max(n for n in range(1, 9) if width % n == 0),
-            "zero_gamma": spatial not in ("conv", "depthwise"),
+            "zero_gamma": SPATIAL_KINDS[spatial].zero_gamma,
             "downsample": "stride" if spatial == "conv" and not group.band_limited else "pool",
         }
         return cls(**by_default | given)
 
     @property
     def attention(self) -> bool:
-        return self.spatial in ("asc", "simple_asc", "sasa")
+        return SPATIAL_KINDS[self.spatial].attention
 
     @property
     def pools(self) -> bool:
@@ -116,10 +118,8 @@ class ResNetConfig:
 
     def __post_init__(self) -> None:
         get_group(self.group)
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                expected = ", ".join(map(repr, choices))
-                raise ValueError(f"{name}: expected one of {expected}; got {getattr(self, name)!r}")
+        for name in _CHOICES:
+            _check_choice(name, getattr(self, name))
         for name, least in _LEAST.items():
             if not _is_integer(getattr(self, name), least):
                 raise ValueError(f"{name}: expected an integer ≥ {least}; got {getattr(self, name)!r}")
@@ -167,6 +167,11 @@ class ResNetConfig:
                 f"{self.spatial} needs {needs}; got num_heads={self.num_heads} for widths {self.widths} on "
                 f"group {group!r}, where {', '.join(fitting) if fitting else 'no number'} would fit"
             )
+
+
+def _check_choice(name: str, value: object) -> None:
+    if value not in _CHOICES[name]:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, _CHOICES[name]))}; got {value!r}")
 
 
 def _as_group(value: Any) -> Group:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 DEPTHS = (29, 83)
-_ON_BOTH: dict[str, dict[str, Any]] = {  # on p4 and on p4m
+_ON_P4_AND_P4M: dict[str, dict[str, Any]] = {
     "": {},
     "_pool": {"downsample": "pool"},
     "_se": {"squeeze_excite": True},
@@ -19,7 +19,7 @@ _ON_BOTH: dict[str, dict[str, Any]] = {  # on p4 and on p4m
     "_asc": {"spatial": "asc"},
     "_asc_se": {"spatial": "asc", "squeeze_excite": True},
 }
-_VARIANTS: dict[str, dict[str, Any]] = {  # what each differs in from the first
+_VARIANTS: dict[str, dict[str, Any]] = {  # name → the options in which it differs from the first
     "resnet{}": {},
     "resnet{}_se": {"squeeze_excite": True},
     "resnet{}_sasa": {"spatial": "sasa"},
@@ -31,7 +31,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {  # what each differs in from the first
     **{
         f"{group}resnet{{}}{suffix}": {"group": group} | options
         for group in ("p4", "p4m")
-        for suffix, options in _ON_BOTH.items()
+        for suffix, options in _ON_P4_AND_P4M.items()
     },
     "c8resnet{}": {"group": "c8", "downsample": "pool"},
     "c8resnet{}_asc": {"group": "c8", "spatial": "asc"},
@@ -41,14 +41,35 @@ MODELS: dict[str, dict[str, Any]] = {
     for depth in DEPTHS
     for pattern, options in _VARIANTS.items()
 }
-_SPATIAL_NAMES = {  # the paper's, and those of our controls
-    "sasa": "SASA",
-    "simple_asc": "Simple_ASC",
-    "asc": "ASC",
-    "affine": "affine",
-    "depthwise": "depthwise",
-}
 
+
+@dataclass(frozen=True, kw_only=True)
+class SpatialKind:
+    """A kind of spatial layer, the layer inside the blocks.
+
+    Attributes:
+        label: in the paper's notation, ResNet29+label; "" for the baseline.
+        title: in words.
+        attention: whether it has heads and a softmax; the paper's recipe then warms up.
+        zero_gamma: whether γ of each block's last batch norm starts at 0 by default.
+    """
+
+    label: str
+    title: str
+    attention: bool = False
+    zero_gamma: bool = False
+
+
+SPATIAL_KINDS = {
+    "conv": SpatialKind(label="", title="convolution"),
+    "depthwise": SpatialKind(label="depthwise", title="depthwise convolution"),
+    "affine": SpatialKind(label="affine", title="affine convolution", zero_gamma=True),
+    "asc": SpatialKind(label="ASC", title="affine self convolution", attention=True, zero_gamma=True),
+    "simple_asc": SpatialKind(
+        label="Simple_ASC", title="simple affine self convolution", attention=True, zero_gamma=True
+    ),
+    "sasa": SpatialKind(label="SASA", title="stand-alone self-attention", attention=True, zero_gamma=True),
+}
 
 # a folder for each model that has weights, as save_pretrained writes it, and the record of their run
 WEIGHTS = Path(__file__).parent / "weights"
@@ -76,6 +97,7 @@ class ModelFacts:
     spatial: str = "conv"
     squeeze_excite: bool = False
     downsample: str | None = None  # None: stride for convolution, pooling for the others
+    others: tuple[tuple[str, Any], ...] = ()  # further options of ``create_model``
 
     @property
     def planar(self) -> bool:
@@ -84,7 +106,7 @@ class ModelFacts:
 
     @property
     def attention(self) -> bool:
-        return self.spatial in ("asc", "simple_asc", "sasa")
+        return SPATIAL_KINDS[self.spatial].attention
 
     @property
     def pooled_convolution(self) -> bool:
@@ -95,10 +117,11 @@ class ModelFacts:
     def label(self) -> str:
         """In the paper's notation: p4ResNet29+ASC+SE."""
         parts = [f"{'' if self.planar else self.group}ResNet{self.depth}"]
-        parts += [_SPATIAL_NAMES[self.spatial]] if self.spatial in _SPATIAL_NAMES else []
+        parts += [SPATIAL_KINDS[self.spatial].label]
         parts += ["pool"] if self.pooled_convolution else []
         parts += ["SE"] if self.squeeze_excite else []
-        return "+".join(parts)
+        parts += [f"{name}={value}" for name, value in self.others]
+        return "+".join(filter(None, parts))
 
 
 def model_facts(name: str, **overrides: Any) -> ModelFacts | None:
@@ -107,7 +130,9 @@ def model_facts(name: str, **overrides: Any) -> ModelFacts | None:
         return None
     known = {field.name for field in fields(ModelFacts)}
     changed = {key: value for key, value in overrides.items() if key in known and value is not None}
-    return ModelFacts(**MODELS[name] | changed)
+    facts = {key: value for key, value in MODELS[name].items() if key in known}
+    others = tuple((key, value) for key, value in MODELS[name].items() if key not in known)
+    return ModelFacts(**facts | changed, others=others)
 
 
 def paper_label(name: str, **overrides: Any) -> str:

@@ -11,8 +11,9 @@ from selfconv.nn._local_attention import (
     AffineKind,
     AffineParameters,
     LocalAttention2d,
+    NewParameter,
     PsiKind,
-    mapped_query,
+    fold_query_map,
 )
 from selfconv.ops import PaddingMode, Pair, check_heads, is_whole
 
@@ -44,7 +45,7 @@ class AffineSelfConv2d(LocalAttention2d):
     reflections of the grid are exact, other elements approximate.
 
     Args:
-        kernel_size: k; or (rows, columns), on groups that keep rows and columns apart, as z2 does.
+        kernel_size: k; or (rows, columns), on groups that map rows to rows (``group.keeps_axes``).
         dilation: distance between the neighbours in the window, in pixels, or (rows, columns).
         padding_mode: what a neighbour outside the image is: ``"zeros"``, features of 0, to which β is still
             added (the paper's); ``"circular"``, the pixel on the opposite side; ``"exclude"``, left out of
@@ -84,38 +85,39 @@ class AffineSelfConv2d(LocalAttention2d):
             raise ValueError(f"affine: expected 'both', 'psi' or 'beta'; got {affine!r}")
         if affine == "beta" and psi != "channel":
             raise ValueError(f"affine='beta' has no ψ; expected psi='channel'; got psi={psi!r}")
-        self.psi, self.affine = psi, affine
         super().__init__(
             in_channels, out_channels, kernel_size, stride, dilation=dilation, padding_mode=padding_mode,
             bias=bias, dropout=dropout,
             key_channels=out_channels if key_channels is None else key_channels,
             num_heads=num_heads, qkv_bias=qkv_bias, scale=scale, group=group, backend=backend,
-            device=device, dtype=dtype,
+            device=device, dtype=dtype, psi=psi, affine=affine,
         )  # fmt: skip
 
-    def _map_channels(self) -> int:
+    def _projection_channels(self) -> int:
         return 2 * self.key_channels + self.out_channels
 
-    def _make_affine_parameters(self) -> None:
+    def _make_affine_parameters(self, new: NewParameter) -> None:
         c_k, c_v = self.key_channels, self.out_channels
         psi, beta = self.affine != "beta", self.affine != "psi"
         planes = len(self.domain) * (c_k if self.psi == "dense" else 1)
-        self.psi_q = self._parameter(c_k, planes) if psi else None
-        self.beta_q = self._parameter(c_k) if beta else None
-        self.psi_k, self.beta_k = self._psi(c_k) if psi else None, self._beta(c_k) if beta else None
-        self.psi_v, self.beta_v = self._psi(c_v) if psi else None, self._beta(c_v) if beta else None
+        self.psi_q = new(c_k, planes) if psi else None
+        self.beta_q = new(c_k) if beta else None
+        self.psi_k = self._new_psi(new, c_k) if psi else None
+        self.beta_k = self._new_beta(new, c_k) if beta else None
+        self.psi_v = self._new_psi(new, c_v) if psi else None
+        self.beta_v = self._new_beta(new, c_v) if beta else None
 
     def affine_parameters(self) -> AffineParameters:
-        psi_k, psi_v = self._op_psi(self.psi_k), self._op_psi(self.psi_v)
-        return psi_k, self._op_beta(self.beta_k), psi_v, self._op_beta(self.beta_v)
+        psi_k, psi_v = self._psi_values(self.psi_k), self._psi_values(self.psi_v)
+        return psi_k, self._beta_values(self.beta_k), psi_v, self._beta_values(self.beta_v)
 
     def projection(self) -> tuple[Tensor, Tensor | None]:
         c_k = self.key_channels
-        w, b = self._maps(), self.b_in
+        w, b = self._input_filters(), self.b_in
         psi_q = self.psi_q
         if psi_q is not None and self.psi == "dense":
             psi_q = psi_q.unflatten(1, (c_k, -1))
-        w_q, b_q = mapped_query(w[:c_k], None if b is None else b[:c_k], psi_q, self.beta_q, self.domain)
+        w_q, b_q = fold_query_map(w[:c_k], None if b is None else b[:c_k], psi_q, self.beta_q, self.domain)
         rest = w.new_zeros(len(w) - c_k) if b is None else b[c_k:]
         return torch.cat([w_q, w[c_k:]]), torch.cat([b_q, rest])
 
@@ -130,8 +132,8 @@ class LiftingSelfConv2d(AffineSelfConv2d):
 
     This is Eq. 20 for planar Q, K and V, as the lifting convolution of Section 2.1 is Eq. 3 for a planar f.
 
-    Shapes: ``[N, in, h, w] -> [N, out, |H|, h, w]``; on z2 this is ``AffineSelfConv2d``, whose arguments and
-    equivariance it has. ψ is planar, ``[C, k, k]``; W^O is a map on the group.
+    Shapes: ``[N, in, h, w] -> [N, out, |H|, h, w]``; on z2 it equals ``AffineSelfConv2d``; arguments and
+    equivariance are the same. ψ is planar, ``[C, k, k]``; W^O is a map on the group.
     """
 
     @property
@@ -172,22 +174,24 @@ class SimpleAffineSelfConv2d(LocalAttention2d):
         dtype: torch.dtype | None = None,
     ) -> None:
         _check_psi(psi)
-        self.psi = psi
         super().__init__(
             in_channels, out_channels, kernel_size, stride, dilation=dilation, padding_mode=padding_mode,
             bias=bias, dropout=dropout, key_channels=out_channels,
             num_heads=num_heads, qkv_bias=qkv_bias, scale=scale, group=group, backend=backend,
-            device=device, dtype=dtype,
+            device=device, dtype=dtype, psi=psi,
         )  # fmt: skip
 
-    def _map_channels(self) -> int:
+    def _projection_channels(self) -> int:
         return self.out_channels
 
-    def _make_affine_parameters(self) -> None:
-        self.psi_kv, self.beta_kv = self._psi(self.out_channels), self._beta(self.out_channels)
+    def _make_affine_parameters(self, new: NewParameter) -> None:
+        self.psi_kv, self.beta_kv = (
+            self._new_psi(new, self.out_channels),
+            self._new_beta(new, self.out_channels),
+        )
 
     def affine_parameters(self) -> AffineParameters:
-        psi, beta = self._op_psi(self.psi_kv), self._op_beta(self.beta_kv)
+        psi, beta = self._psi_values(self.psi_kv), self._beta_values(self.beta_kv)
         return psi, beta, psi, beta
 
     def projection(self) -> tuple[Tensor, Tensor | None]:
@@ -197,8 +201,8 @@ class SimpleAffineSelfConv2d(LocalAttention2d):
             for filters in (self.psi_kv, self.beta_kv)
         )
         psi_q = psi.reshape(c, *((c,) if self.psi == "dense" else ()), len(self.group))
-        w, b = self._maps(), self.b_in
-        w_q, b_q = mapped_query(w, b, psi_q, beta, self.group)
+        w, b = self._input_filters(), self.b_in
+        w_q, b_q = fold_query_map(w, b, psi_q, beta, self.group)
         return torch.cat([w_q, w]), torch.cat([b_q, b_q.new_zeros(c) if b is None else b])
 
     @property
@@ -253,7 +257,7 @@ class StandAloneSelfAttention2d(LocalAttention2d):
         check_heads(num_heads, key=key_channels, value=out_channels)
         if key_channels // num_heads % 2:
             raise ValueError(
-                f"StandAloneSelfAttention2d splits each head's key channels in two halves; got "
+                "StandAloneSelfAttention2d: expected an even number of key channels per head; got "
                 f"{key_channels} key channels in {num_heads} heads, {key_channels // num_heads} each"
             )
         super().__init__(
@@ -263,11 +267,11 @@ class StandAloneSelfAttention2d(LocalAttention2d):
             device=device, dtype=dtype,
         )  # fmt: skip
 
-    def _map_channels(self) -> int:
+    def _projection_channels(self) -> int:
         return 2 * self.key_channels + self.out_channels
 
-    def _make_affine_parameters(self) -> None:
-        self.beta_k = self._parameter(self.key_channels, self.window.size[0])
+    def _make_affine_parameters(self, new: NewParameter) -> None:
+        self.beta_k = new(self.key_channels, self.window.size[0])
 
     def affine_parameters(self) -> AffineParameters:
         k = self.window.size[0]
@@ -276,4 +280,4 @@ class StandAloneSelfAttention2d(LocalAttention2d):
         return None, torch.stack(halves, 1).flatten(0, 2), None, None
 
     def projection(self) -> tuple[Tensor, Tensor | None]:
-        return self._maps(), self.b_in
+        return self._input_filters(), self.b_in

@@ -13,7 +13,7 @@ from selfconv.ops import Pair, is_whole
 class AffineSelfConv1d(AffineSelfConv2d):
     """Affine self convolution of sequences: ``AffineSelfConv2d`` on maps of one row, with a 1×k window.
 
-    Shapes: ``[N, in, L] -> [N, out, L / stride]``. ``group`` may be one that keeps rows and columns apart,
+    Shapes: ``[N, in, L] -> [N, out, L / stride]``. ``group`` may be one that maps rows to rows,
     such as that of reflections, ``Group("mirror", (IDENTITY, MIRROR))``: ``[N, in, |H|, L]``. ψ and β are
     ``[C, (|H|,) 1, k]``. ``stride`` is the mean of as many neighbours.
 

@@ -155,7 +155,7 @@ class NativeAttention2d(nn.Module):
         filters, bias = layer.steered_projection()
         self.project = FixedConv2d(filters, bias, layer.domain, innermost=True)
         self.channels, self.backend = layer.packed_channels, layer.backend
-        self.options: dict[str, Any] = layer.options
+        self.options: dict[str, Any] = layer.op_arguments
         affine = layer.affine_parameters()
         for name, t in zip(("psi_k", "beta_k", "psi_v", "beta_v"), affine, strict=True):
             self.register_buffer(name, None if t is None else t.detach().clone())

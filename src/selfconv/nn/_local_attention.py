@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -24,14 +24,12 @@ from selfconv.ops import (
 PsiKind = Literal["channel", "dense"]
 AffineKind = Literal["both", "psi", "beta"]
 AffineParameters = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # ψ^K, β^K, ψ^V, β^V
+NewParameter = Callable[..., nn.Parameter]  # of a shape, on the device and with the dtype of the layer
 
 
 class LocalAttention2d(nn.Module):
     """Base class of the attention layers: input and output 1×1 maps, heads, pooling for stride. Subclasses
     define the input maps (``projection``) and the affine parameters (``affine_parameters``)."""
-
-    psi: PsiKind = "channel"
-    affine: AffineKind = "both"
 
     def __init__(
         self,
@@ -52,6 +50,8 @@ class LocalAttention2d(nn.Module):
         backend: str | None,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
+        psi: PsiKind = "channel",
+        affine: AffineKind = "both",
     ) -> None:
         super().__init__()
         name = type(self).__name__
@@ -74,13 +74,16 @@ class LocalAttention2d(nn.Module):
         self.scale = 1 / key_channels if scale is None else float(scale)
         self.dropout = dropout
         self.backend = backend
-        self._factory = {"device": device, "dtype": dtype}
-        self.w_in = self._parameter(self._map_channels(), in_channels * len(self.domain), 1, 1)
-        self.b_in = self._parameter(self._map_channels()) if qkv_bias else None
-        self._make_affine_parameters()
-        self.w_out = self._parameter(out_channels, out_channels * len(self.group), 1, 1)
-        self.b_out = self._parameter(out_channels) if bias else None
-        del self._factory
+        self.psi, self.affine = psi, affine
+
+        def new(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
+
+        self.w_in = new(self._projection_channels(), in_channels * len(self.domain), 1, 1)
+        self.b_in = new(self._projection_channels()) if qkv_bias else None
+        self._make_affine_parameters(new)
+        self.w_out = new(out_channels, out_channels * len(self.group), 1, 1)
+        self.b_out = new(out_channels) if bias else None
         self.reset_parameters()
 
     @property
@@ -99,24 +102,21 @@ class LocalAttention2d(nn.Module):
         """The rows and columns whose mean is one position of the output."""
         return self.stride, self.stride
 
-    def _parameter(self, *shape: int) -> nn.Parameter:
-        return nn.Parameter(torch.empty(*shape, **self._factory))  # type: ignore[arg-type]
-
-    def _psi(self, channels: int) -> nn.Parameter:
+    def _new_psi(self, new: NewParameter, channels: int) -> nn.Parameter:
         """ψ on the window: [C, |H|, k, k] (z2: [C, k, k]), or dense, stored with rank 4: [C, C·|H|, k, k].
 
         On a band-limited group coefficients, [..., functions], take the place of the values, [..., k, k].
         """
         window, planes = self.group.parameter_shape(self.window.size), len(self.domain)
         if self.psi == "dense":
-            return self._parameter(channels, channels * planes, *window)
-        return self._parameter(channels, *(() if planes == 1 else (planes,)), *window)
+            return new(channels, channels * planes, *window)
+        return new(channels, *(() if planes == 1 else (planes,)), *window)
 
-    def _beta(self, channels: int) -> nn.Parameter:
-        return self._parameter(channels, *self.group.parameter_shape(self.window.size))
+    def _new_beta(self, new: NewParameter, channels: int) -> nn.Parameter:
+        return new(channels, *self.group.parameter_shape(self.window.size))
 
-    def _op_psi(self, psi: Tensor | None) -> Tensor | None:
-        """A stored ψ as the operation takes it."""
+    def _psi_values(self, psi: Tensor | None) -> Tensor | None:
+        """ψ in the shape that ``affine_self_conv`` takes."""
         if psi is None:
             return None
         psi = self.group.window_values(psi, self.window.size)
@@ -124,8 +124,8 @@ class LocalAttention2d(nn.Module):
             return psi.unflatten(1, (psi.shape[0], -1))
         return psi
 
-    def _op_beta(self, beta: Tensor | None) -> Tensor | None:
-        """A stored β as the operation takes it."""
+    def _beta_values(self, beta: Tensor | None) -> Tensor | None:
+        """β in the shape that ``affine_self_conv`` takes."""
         return None if beta is None else self.group.window_values(beta, self.window.size)
 
     def reset_parameters(self, affine_std: float | None = None) -> None:
@@ -148,35 +148,37 @@ class LocalAttention2d(nn.Module):
             else:
                 nn.init.normal_(parameter, std=std)
 
-    @abstractmethod
-    def _map_channels(self) -> int:
-        """How many channels the 1×1 maps of the input have together."""
+    def _projection_channels(self) -> int:
+        """The number of rows of ``w_in``."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def _make_affine_parameters(self) -> None: ...
+    def _make_affine_parameters(self, new: NewParameter) -> None:
+        """Creates the parameters ψ and β of the layer."""
+        raise NotImplementedError
 
-    @abstractmethod
     def affine_parameters(self) -> AffineParameters:
         """ψ^K, β^K, ψ^V, β^V in the shapes of ``selfconv.ops.affine_self_conv``."""
+        raise NotImplementedError
 
-    @abstractmethod
     def projection(self) -> tuple[Tensor, Tensor | None]:
         """The 1×1 map that computes A^Q[Q], K and V: its filters [C, in, |H|] and bias."""
+        raise NotImplementedError
 
     @property
     def packed_channels(self) -> tuple[int, ...]:
         """The numbers of channels of query, key and value in the output of ``project``."""
         return self.key_channels, self.key_channels, self.out_channels
 
-    def _maps(self) -> Tensor:
+    def _input_filters(self) -> Tensor:
+        """``w_in`` with the axes of channels and group apart: [C, in, |H|]."""
         return self.w_in.reshape(len(self.w_in), self.in_channels, len(self.domain))
 
     def forward(self, x: Tensor, need_weights: bool = False) -> Any:
         """The class docstring's equations, line by line; on z2 without the axes R and P.
 
         Args:
-            need_weights: also return α, ``[N, num_heads, |H|, k, k, h, w]`` (z2: without |H|), which the
-                eager backend computes on the way.
+            need_weights: also return α, ``[N, num_heads, |H|, k, k, h, w]`` (z2: without |H|), computed by
+                the eager backend.
         """
         query_key_value = self.project(x)  # A^Q[Q], K, V: [N, C_k + C_k + C_v, R, h, w]
         if need_weights:
@@ -204,13 +206,13 @@ class LocalAttention2d(nn.Module):
         if self.dropout and self.training:
             return self.attend_with_weights(*split_packed(packed, self.packed_channels))[0]
         return affine_self_conv_packed(
-            packed, self.packed_channels, *self.affine_parameters(), **self.options, backend=self.backend
+            packed, self.packed_channels, *self.affine_parameters(), **self.op_arguments, backend=self.backend
         )
 
     def attend_with_weights(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The output of ``attend``, and α: after dropout, while training."""
+        """The output of ``attend`` and α, with dropout in training; computed by the eager backend."""
         return affine_self_conv(
-            query, key, value, *self.affine_parameters(), **self.options,
+            query, key, value, *self.affine_parameters(), **self.op_arguments,
             dropout_p=self.dropout if self.training else 0.0, return_attention=True,
         )  # fmt: skip
 
@@ -219,8 +221,8 @@ class LocalAttention2d(nn.Module):
         return self.attend_with_weights(*self.query_key_value(x))[1]
 
     @property
-    def options(self) -> dict[str, Any]:
-        """The keyword arguments of the operation, in all of its forms."""
+    def op_arguments(self) -> dict[str, Any]:
+        """The keyword arguments of ``affine_self_conv`` and ``affine_self_conv_packed``."""
         window = self.window
         return {
             "num_heads": self.num_heads,
@@ -261,7 +263,7 @@ class LocalAttention2d(nn.Module):
         return ", ".join(parts)
 
 
-def mapped_query(
+def fold_query_map(
     filters: Tensor, bias: Tensor | None, psi_q: Tensor | None, beta_q: Tensor | None, group: Group
 ) -> tuple[Tensor, Tensor]:
     """The affine map A^Q at the centre, folded into the 1×1 map before it.
@@ -277,14 +279,14 @@ def mapped_query(
     """
     bias = filters.new_zeros(len(filters)) if bias is None else bias
     if psi_q is None:
-        mapped, offset = filters, bias
+        folded, offset = filters, bias
     else:
         steered = group.steer(filters[..., None, None])[..., 0, 0]  # [C, in, S, R]
         if psi_q.dim() == 3:
-            mapped, offset = torch.einsum("cds,disr->cir", psi_q, steered), psi_q.sum(2) @ bias
+            folded, offset = torch.einsum("cds,disr->cir", psi_q, steered), psi_q.sum(2) @ bias
         else:
-            mapped, offset = (psi_q[:, None, :, None] * steered).sum(2), psi_q.sum(1) * bias
-    return mapped, offset if beta_q is None else beta_q + offset
+            folded, offset = (psi_q[:, None, :, None] * steered).sum(2), psi_q.sum(1) * bias
+    return folded, offset if beta_q is None else beta_q + offset
 
 
 def set_backend(module: nn.Module, backend: str | None) -> nn.Module:

@@ -94,7 +94,7 @@ def affine_self_conv(
         key, value: shaped like ``query``; ``value`` may have a different number of channels, C_v.
         psi_k, psi_v: per channel, ``[C, k, k]`` (z2) or ``[C, |H|, k, k]``; or channel to channel,
             ``[C, C, k, k]`` or ``[C, C, |H|, k, k]``. None: f is not filtered.
-            Where the group keeps rows and columns apart, as z2 does, the window may be a rectangle: ``[C, 1,
+            On groups that map rows to rows (``group.keeps_axes``) the window may be a rectangle: ``[C, 1,
             7]``.
         beta_k, beta_v: ``[C, k, k]``. None: no term is added.
         num_heads: number of heads: equal groups of contiguous channels, each with its own softmax.

@@ -128,7 +128,7 @@ def check_backend(name: str | None) -> None:
 
 
 def choose_backend(call: Call, name: str | None) -> Run:
-    """The function that runs a call: the one asked for, or else the first in order that serves it."""
+    """The function that runs a call: that of the backend ``name``, by default of the first that serves it."""
     check_backend(name)
     for candidate in [name] if name else BACKENDS:
         backend = _BACKENDS[candidate]

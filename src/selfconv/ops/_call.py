@@ -16,7 +16,7 @@ from selfconv.ops._window import Pair, Window, is_whole, make_window
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments of ``affine_self_conv`` after all checks, with the group axis always there.
+    """Arguments of ``affine_self_conv`` after all checks, with a group axis on every group, z2 too.
 
     ψ is ``[C, R, k, k]``, or ``[C, C, R, k, k]`` if it maps channel to channel; None where the
     features pass unfiltered. β is ``[C, k, k]``; None where nothing is added.
@@ -52,7 +52,7 @@ class Call:
         return reduce(torch.promote_types, given, torch.float32)
 
     def steered(self, psi: Tensor | None, beta: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """ψ and β as every element P of the group sees them: [C, (C,) P, R, k, k] and [C, P, k, k]."""
+        """ψ and β transformed by every element P of the group: [C, (C,) P, R, k, k] and [C, P, k, k]."""
         dtype = self.compute_dtype
         return (
             None if psi is None else steer(cast(psi, dtype), self.group, self.lifting),
@@ -61,12 +61,12 @@ class Call:
 
 
 def steer(psi: Tensor, group: Group, lifting: bool) -> Tensor:
-    """ψ [..., R, k, k] as every element P of the group sees it: [..., P, R, k, k]; R = 1 if it lifts."""
+    """ψ [..., R, k, k] transformed by every element P of the group: [..., P, R, k, k]; R = 1 if it lifts."""
     return group.steer(psi.squeeze(-3), planar=True).unsqueeze(-3) if lifting else group.steer(psi)
 
 
 def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """``t.to(dtype)``, which would stand in exported programs where there is nothing to do, too."""
+    """``t.to(dtype)``, but without an operator in exported programs if t has this dtype."""
     return t if t.dtype == dtype else t.to(dtype)
 
 
@@ -98,7 +98,7 @@ def check_call(
     padding_mode: str = "zeros",
     lifting: bool = False,
 ) -> Call:
-    """Checks everything that a caller can get wrong; each error restates what was given."""
+    """Checks all arguments; each error restates what was given."""
     group = get_group(group)
     features = {"query": query, "key": key, "value": value}
     filters = {"psi_k": psi_k, "beta_k": beta_k, "psi_v": psi_v, "beta_v": beta_v}

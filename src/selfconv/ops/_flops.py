@@ -1,4 +1,4 @@
-"""How much arithmetic the operation is, from shapes alone: one formula for counters and every backend."""
+"""The floating-point operations of the operation, from shapes alone: one formula for all backends."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def attend(
     scale: float,
     dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """The operation on features [N, C, R, h, w] with filters that are steered, as ``affine_map`` has them."""
+    """The operation on features [N, C, R, h, w] with steered filters, in the shapes of ``affine_map``."""
     psi_k, beta_k, psi_v, beta_v = filters
     products = query.unsqueeze(3) * affine_map(key, psi_k, beta_k, window)  # [N, C_k, P, taps, h, w]
     scores = products.unflatten(1, (num_heads, -1)).sum(2) * scale
@@ -82,13 +82,13 @@ def neighbours(f: Tensor, window: Window) -> Tensor:
 
 
 def pad(f: Tensor, window: Window) -> Tensor:
-    """f with what is outside the image, as far as the window reaches: zeros, or f repeated."""
+    """f padded by half the window: with zeros, or circularly."""
     i, j = window.reach
     return pad_circular(f, (i, j)) if window.padding_mode == "circular" else F.pad(f, (j, j, i, i))
 
 
 def pad_circular(f: Tensor, reach: Pair) -> Tensor:
-    """f repeated, in rows and columns, as far as the window reaches, which may be further than once."""
+    """f padded circularly by half the window, which may be wider than f."""
     if 0 in f.shape[-2:]:
         return F.pad(f, (reach[1], reach[1], reach[0], reach[0]))
     for axis, r in zip((-2, -1), reach, strict=True):

@@ -39,7 +39,7 @@ def read_result(folder: Path) -> Result | None:
     """None if the run has not finished."""
     if not finished(folder):
         return None
-    record, evaluation = Run(folder).result, read_as(Evaluation, folder / "evaluation.json")
+    record, evaluation = Run(folder).record, read_as(Evaluation, folder / "evaluation.json")
     return Result(
         parameters=record.parameters,
         accuracy=record.test_accuracy,

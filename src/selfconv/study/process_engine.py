@@ -30,13 +30,13 @@ from selfconv._memory import machine_memory
 from selfconv._text import escape_for_terminal
 from selfconv.study.board import Board
 from selfconv.study.plans import Plan, Trial
-from selfconv.study.sweep import attempt, outcome_without_word
+from selfconv.study.sweep import outcome_of_dead_worker, run_trial_or_reason
 from selfconv.train import Interrupted, RunConfig, StopSignals
 
 RETRIES = 1  # of a trial whose process died
-PATIENCE = 120.0  # seconds for runs to save themselves
+PATIENCE = 120.0  # seconds within which running trials must save a checkpoint
 POLL = 0.2
-PAUSE = 0.1  # seconds between two messages on how a trial goes
+PAUSE = 0.1  # seconds between two progress messages of a trial
 GB = 2**30
 
 Message = dict[str, Any]  # {"step": [share, text]}, {"warning": text} or {"ended": why it failed or None}
@@ -107,7 +107,7 @@ class ProcessEngine:
                             board.say(f"{lost}: {cause}; continues from its last checkpoint")
                             waiting.appendleft(lost)
                         else:
-                            board.end(lost, outcome_without_word(out / lost.folder, cause))
+                            board.end(lost, outcome_of_dead_worker(out / lost.folder, cause))
                 elif "step" in message:
                     board.step(busy[worker], *message["step"])
                 elif "warning" in message:
@@ -134,7 +134,7 @@ class _Worker:
     """The parent's side of a worker process. Puts its messages in a queue, and None once it has ended."""
 
     def __init__(self, threads: int, heard: SimpleQueue[tuple[_Worker, Message | None]]) -> None:
-        self._errors = TemporaryFile()  # noqa: SIM115  (open as long as the process lives)
+        self._errors = TemporaryFile()  # noqa: SIM115  (open until the process has ended)
         self._process = subprocess.Popen(
             # finds modules where this process does, and not in the current folder unless this one does
             [sys.executable, "-P", "-m", __name__, str(threads)],
@@ -153,7 +153,7 @@ class _Worker:
     def _listen(self, heard: SimpleQueue[tuple[_Worker, Message | None]]) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            with suppress(ValueError):  # of half a line, when it was killed
+            with suppress(ValueError):  # half a line, from a worker that was killed
                 heard.put((self, parse_json(line)))
         self._process.wait()
         heard.put((self, None))
@@ -161,7 +161,7 @@ class _Worker:
     def take(self, trial: Trial, out: Path) -> None:
         assert self._process.stdin is not None
         task = {"config": trial.config.to_json(), "folder": str(out / trial.folder)}
-        with suppress(OSError):  # it has died, and will be heard of
+        with suppress(OSError):  # it has died: its listener reports that
             self._process.stdin.write(json.dumps(task).encode() + b"\n")
             self._process.stdin.flush()
 
@@ -175,7 +175,7 @@ class _Worker:
             self._process.wait(max(0.0, until - time.monotonic()))
 
     def end(self) -> None:
-        """At once, if it has not ended yet."""
+        """Kills the process if it is still running, and closes its files."""
         self.close()
         self._process.kill()
         self._listener.join()
@@ -199,11 +199,11 @@ class _Worker:
 
 def work(threads: int) -> int:
     """Runs the received trials one after another; returns the exit code of the process."""
-    tell = _teller()
+    send = _sender()
     tasks: SimpleQueue[Message | None] = SimpleQueue()
-    for kind in (DeprecationWarning, FutureWarning):  # of the libraries, as in the command
+    for kind in (DeprecationWarning, FutureWarning):  # from libraries; ignored as in the command
         warnings.simplefilter("ignore", kind)
-    warnings.showwarning = lambda message, *_, **__: tell({"warning": " ".join(str(message).split())})
+    warnings.showwarning = lambda message, *_, **__: send({"warning": " ".join(str(message).split())})
     with StopSignals(insistent=False) as stop:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closed terminal ends the parent, and its input
         threading.Thread(target=_receive, args=(tasks,), daemon=True).start()
@@ -211,44 +211,45 @@ def work(threads: int) -> int:
 
         torch.set_num_threads(threads)
         while (task := tasks.get()) is not None and not stop.number:
-            told = 0.0
+            sent = 0.0
 
             def watch(share: float, text: str) -> None:
-                nonlocal told
-                if time.monotonic() - told > PAUSE:
-                    told = time.monotonic()
-                    tell({"step": [share, text]})
+                nonlocal sent
+                if time.monotonic() - sent > PAUSE:
+                    sent = time.monotonic()
+                    send({"step": [share, text]})
 
             try:
-                reason = attempt(RunConfig.from_json(task["config"]), Path(task["folder"]), watch, stop)
+                config, folder = RunConfig.from_json(task["config"]), Path(task["folder"])
+                reason = run_trial_or_reason(config, folder, watch, stop)
             except Interrupted as stopped:
                 return stopped.code
-            tell({"ended": reason})
+            send({"ended": reason})
     return 0
 
 
-def _teller() -> Callable[[Message], None]:
+def _sender() -> Callable[[Message], None]:
     """Reserves standard output for messages; everything else that is printed goes to standard error."""
     output = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
 
-    def tell(message: Message) -> None:
-        with suppress(OSError):  # nobody listens any more, and so there is no input any more
+    def send(message: Message) -> None:
+        with suppress(OSError):  # the parent has ended; the end of input then stops this process
             output.write(json.dumps(message).encode() + b"\n")
 
-    return tell
+    return send
 
 
 def _receive(tasks: SimpleQueue[Message | None]) -> None:
-    """Passes received tasks on; at the end of input it tells the main thread to save and stop."""
+    """Puts received tasks into the queue; at the end of input it signals the main thread to save and stop."""
     with open(0, "rb", buffering=0) as lines:  # unbuffered: a buffer's lock would be held at exit
         for line in lines:
             tasks.put(parse_json(line))
     tasks.put(None)
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
     time.sleep(PATIENCE)
-    os._exit(1)  # it hangs
+    os._exit(1)  # the main thread hangs
 
 
 if __name__ == "__main__":
-    os._exit(work(int(sys.argv[1])))  # at once: all is written, and taking torch down takes a while
+    os._exit(work(int(sys.argv[1])))  # skips the teardown of torch, which is slow: all files are written

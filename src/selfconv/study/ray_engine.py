@@ -17,11 +17,11 @@ from selfconv._extras import require
 from selfconv._text import one_line
 from selfconv.study.board import Board
 from selfconv.study.plans import Trial
-from selfconv.study.sweep import attempt, outcome_without_word
+from selfconv.study.sweep import outcome_of_dead_worker, run_trial_or_reason
 from selfconv.train import Interrupted, RunConfig, StopSignals, read_metrics
 
 RETRIES = 5  # of a trial whose worker or node died
-PATIENCE = 120.0  # seconds for a dead node's process to let go of a run, or for runs to save themselves
+PATIENCE = 120.0  # seconds to wait for the lock of a dead node's process, or for running trials to save
 POLL = 0.5
 
 
@@ -39,7 +39,7 @@ class RayEngine:
         if not 0 <= gpus < float("inf"):
             raise ValueError(f"gpus: expected a number ≥ 0; got {gpus}")
         self.address, self.threads, self.gpus = address, cpus, gpus
-        self.jobs = 1  # at least: how many fit side by side is known once the cluster is
+        self.jobs = 1  # a lower bound: the cluster is known only after connecting
         self._connection = ExitStack()
 
     def __enter__(self) -> RayEngine:
@@ -61,26 +61,28 @@ class RayEngine:
             ): trial
             for trial in trials
         }
-        followed = {trial.folder: _Followed(trial, where / trial.folder) for trial in trials}
+        followed = {trial.folder: _FollowedTrial(trial, where / trial.folder) for trial in trials}
         while waiting and not stop.number:
             done, _ = ray.wait(list(waiting), timeout=POLL)
             for reference in done:
                 trial = waiting.pop(reference)
                 board.end(trial, _outcome(ray, reference, where / trial.folder))
             for trial in waiting.values():
-                followed[trial.folder].tell(board)
+                followed[trial.folder].report(board)
         _cancel(ray, list(waiting))
 
 
 def _task(config: dict[str, Any], folder: str, cwd: str, threads: int) -> str | None:
-    """A trial, in a worker. With the same number of threads it ends with the same bits as anywhere else."""
+    """Runs a trial in a worker. With as many threads it ends with the same bits as in another engine."""
     import torch
 
-    if Path(cwd).is_dir():  # data may have been given relative to it
+    if Path(cwd).is_dir():  # relative paths of data refer to it
         os.chdir(cwd)
     torch.set_num_threads(threads)
     with StopSignals() as stop:
-        return attempt(RunConfig.from_json(config), Path(folder), None, stop, patience=PATIENCE)
+        return run_trial_or_reason(
+            RunConfig.from_json(config), Path(folder), None, stop, wait_seconds=PATIENCE
+        )
 
 
 def _outcome(ray: Any, reference: Any, folder: Path) -> str | None:
@@ -89,7 +91,7 @@ def _outcome(ray: Any, reference: Any, folder: Path) -> str | None:
         return ray.get(reference)
     except ray.exceptions.RayError as error:
         cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-        return outcome_without_word(folder, f"{type(error).__name__}: {one_line(cause)}")
+        return outcome_of_dead_worker(folder, f"{type(error).__name__}: {one_line(cause)}")
 
 
 def _cancel(ray: Any, references: list[Any]) -> None:
@@ -101,27 +103,26 @@ def _cancel(ray: Any, references: list[Any]) -> None:
     ray.wait(references, num_returns=len(references), timeout=PATIENCE)
 
 
-class _Followed:
+class _FollowedTrial:
     """The state of a trial, read from its folder: it is running once ``metrics.jsonl`` has changed."""
 
     def __init__(self, trial: Trial, folder: Path) -> None:
         self._trial, self._path = trial, folder / "metrics.jsonl"
-        self._before = self._changed()
+        self._first = self._modified()
 
-    def _changed(self) -> int | None:
+    def _modified(self) -> int | None:
         try:
             return self._path.stat().st_mtime_ns
         except OSError:
             return None
 
-    def tell(self, board: Board) -> None:
-        changed = self._changed()
-        if changed in (None, self._before):
+    def report(self, board: Board) -> None:
+        if self._modified() in (None, self._first):
             return
         epochs = self._trial.config.recipe.epochs
         try:
             done = read_metrics(self._path)
-        except (OSError, ValueError):  # as it is being written
+        except (OSError, ValueError):  # it is being written
             return
         text = f"epoch 1/{epochs}"
         if done:

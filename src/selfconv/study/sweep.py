@@ -16,7 +16,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from signal import SIGINT
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from selfconv._extras import require
 from selfconv._files import read_as, write_json
@@ -26,6 +26,7 @@ from selfconv.study.board import Board, finished, read_result, results_table
 from selfconv.study.plans import Failure, Plan, PlanFile, Trial
 from selfconv.train import (
     Interrupted,
+    Record,
     Run,
     RunBusy,
     RunConfig,
@@ -48,22 +49,23 @@ class PlanFailed(RunStopped):
 
 
 class Engine(Protocol):
-    """Runs trials somewhere. It is a context manager, entered before ``run`` is called."""
+    """Runs trials in this process, in workers or on a cluster; a context manager, entered before ``run``."""
 
     @property
     def jobs(self) -> int:
-        """How many run at a time, for the estimate."""
+        """Concurrent trials, for the time estimate."""
 
     @property
     def threads(self) -> int:
-        """Of each trial, for the estimate."""
+        """Threads per trial, for the time estimate."""
 
     def __enter__(self) -> Engine: ...
 
     def __exit__(self, *error: object) -> None: ...
 
     def run(self, trials: Sequence[Trial], out: Path, board: Board, stop: StopSignals) -> None:
-        """Runs them all and tells the board. After a signal it ends as soon as what was running is saved."""
+        """Runs the trials and reports to the board. After a signal it returns once the running trials are
+        saved."""
 
 
 class InProcessEngine:
@@ -85,7 +87,8 @@ class InProcessEngine:
     def run(self, trials: Sequence[Trial], out: Path, board: Board, stop: StopSignals) -> None:
         for trial in trials:
             board.begin(trial)
-            board.end(trial, attempt(trial.config, out / trial.folder, partial(board.step, trial), stop))
+            watch = partial(board.step, trial)
+            board.end(trial, run_trial_or_reason(trial.config, out / trial.folder, watch, stop))
 
 
 def reproduce(plan: Plan, out: Path, engine: Engine, *, command: str, dry_run: bool = False) -> list[Path]:
@@ -103,15 +106,15 @@ def reproduce(plan: Plan, out: Path, engine: Engine, *, command: str, dry_run: b
     from rich.console import Console
 
     if not dry_run:
-        require("reproduce", "accelerate", "tensorboard", "matplotlib")  # now, not after the runs
+        require("reproduce", "accelerate", "tensorboard", "matplotlib")  # before the runs, not after them
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 120
     config = plan.trials[0].config.replaced("data", subset=None)
-    data, lacking = open_or_imitate(config) if dry_run else (open_data(config), [])
+    data, lacking = load_or_random_data(config) if dry_run else (open_data(config), [])
     plan = plan.on(data.name, len(data.train), len(data.test))
     data = data if plan.data.subset is None else data.subset(plan.data.subset, plan.data.split_seed)
-    check(plan, out, data)
+    check_plan(plan, out, data)
     pending = [trial for trial in plan.trials if not finished(out / trial.folder)]
     heading = f"{plan.title}: {_runs(len(plan.trials))}, {len(plan.trials) - len(pending)} of them done"
     lines = [heading, str(data), *lacking, *(f"  reduced: {line}" for line in plan.reduced)]
@@ -135,11 +138,11 @@ def reproduce(plan: Plan, out: Path, engine: Engine, *, command: str, dry_run: b
                 if stop.number:
                     raise Interrupted("stopped", stop.number)
                 failures = board.failures
-    except (Interrupted, KeyboardInterrupt) as stop:
+    except (Interrupted, KeyboardInterrupt) as stopped:
         done = sum(finished(out / trial.folder) for trial in plan.trials)
         raise Interrupted(
             f"stopped and saved; {done} of {len(plan.trials)} runs are done; continue with: {command}",
-            stop.code - 128 if isinstance(stop, Interrupted) else SIGINT,
+            stopped.code - 128 if isinstance(stopped, Interrupted) else SIGINT,
         ) from None
     console.print(results_table(plan, out))
     if pending:
@@ -163,11 +166,11 @@ def _report(plan: Plan, out: Path) -> list[Path]:
     from selfconv.study.report import write_report
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of failed runs: told here
+        warnings.simplefilter("ignore")  # of failed runs: PlanFailed names them
         return write_report([out], out / REPORT)
 
 
-def open_or_imitate(config: RunConfig) -> tuple[Dataset, list[str]]:
+def load_or_random_data(config: RunConfig) -> tuple[Dataset, list[str]]:
     """The data set of a run; if it would have to be downloaded, random images, and a line that says so."""
     from selfconv.data import MissingDataError, imitation
 
@@ -175,12 +178,13 @@ def open_or_imitate(config: RunConfig) -> tuple[Dataset, list[str]]:
         data = open_data(config, download=False)
     except MissingDataError as missing:
         data = imitation(config.data.source, **config.data.for_loading())
-        return data, [f"  not here yet, a run downloads {missing.source}: estimated on random images"]
+        return data, [f"  not downloaded yet: {missing.source}; the estimate uses random images"]
     return data, []
 
 
-def check(plan: Plan, out: Path, data: Dataset) -> None:
-    """Raises ValueError if a network cannot take the images, or the folder holds other or damaged things."""
+def check_plan(plan: Plan, out: Path, data: Dataset) -> None:
+    """Raises ValueError if a network cannot take the images, or the folder has another plan, runs with other
+    options or data, or damaged files."""
     from selfconv.train import build_model
 
     info = DataInfo.of(data)
@@ -209,49 +213,49 @@ def check(plan: Plan, out: Path, data: Dataset) -> None:
 # ---- one trial ----
 
 
-def attempt(
-    config: RunConfig, folder: Path, watch: Watch | None, stop: StopSignals, *, patience: float = 0.0
+def run_trial_or_reason(
+    config: RunConfig, folder: Path, watch: Watch | None, stop: StopSignals, *, wait_seconds: float = 0.0
 ) -> str | None:
-    """Trains and evaluates, resuming what the folder has. Returns None, or in one line why it failed.
+    """Trains and evaluates, or resumes the run in the folder. Returns None, or in one line why it failed.
 
     Args:
-        patience: seconds to wait for another process that is writing to the run.
+        wait_seconds: how long to wait for another process that is writing to the run.
 
     Raises:
-        Interrupted, KeyboardInterrupt: it was told to stop.
+        Interrupted, KeyboardInterrupt: a signal was received.
     """
-    until = time.monotonic() + patience
+    until = time.monotonic() + wait_seconds
     while True:
         try:
             run_trial(config, folder, watch, stop)
         except RunBusy as busy:
             if time.monotonic() > until:
-                return one_line(busy)  # its files are the other's
+                return one_line(busy)  # no failed.json: the other process owns the folder
             with stop.at_once():
                 time.sleep(0.2)
         except (Interrupted, KeyboardInterrupt):
             raise
-        except Exception as error:  # whatever it is, the other trials go on
+        except Exception as error:  # of any kind: the other trials continue
             known = isinstance(error, ValueError | OSError | RunStopped)
             reason = one_line(error) if known else f"{type(error).__name__}: {one_line(error)}"
-            return _failed(folder, reason)
+            return _write_failure(folder, reason)
         else:
             return None
 
 
-def outcome_without_word(folder: Path, reason: str) -> str | None:
+def outcome_of_dead_worker(folder: Path, reason: str) -> str | None:
     """The outcome of a trial whose process died: None if it had finished, else the reason, stored."""
-    return None if finished(folder) else _failed(folder, reason)
+    return None if finished(folder) else _write_failure(folder, reason)
 
 
-def _failed(folder: Path, reason: str) -> str:
+def _write_failure(folder: Path, reason: str) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / FAILED, asdict(Failure(reason)))
     return reason
 
 
-def run_trial(config: RunConfig, folder: Path, watch: Watch | None, stop: StopSignals) -> dict[str, Any]:
-    """The record of a trial; trains and evaluates as far as that is missing."""
+def run_trial(config: RunConfig, folder: Path, watch: Watch | None, stop: StopSignals) -> Record:
+    """Trains and evaluates, each unless it is done; returns the record."""
     from selfconv.train import train
     from selfconv.trained import evaluate, open_trained
 
@@ -267,7 +271,7 @@ def run_trial(config: RunConfig, folder: Path, watch: Watch | None, stop: StopSi
 
 @contextmanager
 def _without_size_warnings() -> Iterator[None]:
-    """Strided p4 models warn of their inexactness in every run; here it is measured."""
+    """Strided p4 models warn in every run that they are equivariant only approximately; plans measure it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".* only approximately")
         yield

@@ -26,7 +26,7 @@ class ModelOptions:
     init: str | None = None
     """Start from trained weights: the folder of a run or a saved model, or the name of a shipped one."""
     group: str | None = None
-    """Symmetry group: z2, p4, p4m; c8, c12, c16, d8, d12, d16 for turns by less than 90°."""
+    """Name of the symmetry group, such as z2, p4, p4m, or c8 for rotations by 45°."""
     widths: tuple[int, int, int] | None = None
     """Channels of the spatial layers, one number per stage."""
     depth: int | None = None
@@ -73,10 +73,10 @@ class DataOptions:
     subset: int | None = None
     """Number of training images to use, balanced over classes; None: all."""
     pixel_range: Annotated[str, arg(name="range", metavar="RANGE")] = "auto"
-    """Values that become the pixels 0 and 1: LOW,HIGH; dtype: of each file's type; auto: as images use."""
+    """Values that map to 0 and 1: LOW,HIGH; dtype: the limits of each file's type; auto: those of images."""
     group_by: str | None = None
-    """Keep images of one group (slide, patient) on one side of the splits: a regular expression on the path,
-    of which the first parentheses are the group, or a column."""
+    """Keep images of one group (slide, patient) in one split: a regular expression for the path, whose first
+    parentheses match the group, or the name of a column."""
 
     def for_loading(self) -> dict[str, Any]:
         """The arguments of ``load_data`` besides the source."""
@@ -118,13 +118,14 @@ class Recipe:
     rotate: Literal["none", "quarter", "any"] = "none"
     """Random rotations: none, by multiples of 90°, or by any angle."""
     brightness: float = 0.0
-    """Random brightness: add up to ± this to all pixels, of 0..1."""
+    """Random brightness: add a number of up to ± this to all pixels, whose range is 0..1."""
     contrast: float = 0.0
     """Random contrast: a factor of 1 ± up to this."""
     colour: float = 0.0
     """Random saturation of colours: a factor of 1 ± up to this."""
     erase: float = 0.0
-    """Random erasing: in half of the images a rectangle of up to this share becomes the mean colour."""
+    """Random erasing: half of the images get a rectangle of the mean colour, of up to this fraction of their
+    area."""
     keep: Literal["last", "best"] = "last"
     """Weights of the final model: of the last epoch, or of the one with the best validation accuracy."""
     patience: int | None = None
@@ -186,7 +187,10 @@ def fast_recipe(model: str = "resnet29") -> Recipe:
 
 
 def short_recipe(model: str = "resnet29") -> Recipe:
-    """For 10 to 30 epochs of CIFAR on a CPU: small batches, a high rate, and smaller images first."""
+    """For 10 to 30 epochs of CIFAR on a CPU: small batches, a high rate, and smaller images first.
+
+    The rate was compared in docs/training.md, "The rate of `short`".
+    """
     return Recipe(
         epochs=15,
         batch_size=64,
@@ -280,7 +284,7 @@ class RunConfig:
 def differences(a: RunConfig, b: RunConfig) -> list[str]:
     """The options in which two runs differ, as ``recipe.epochs: 3, not 5``.
 
-    How much memory there is for images has no effect on the result.
+    ``memory`` is not compared: it has no effect on the result.
     """
     b = b.replaced("hardware", memory=a.hardware.memory)
 

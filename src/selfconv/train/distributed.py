@@ -17,11 +17,20 @@ def broadcast_object(value: T) -> T:
     return broadcast_object_list([value])[0]
 
 
+def largest(value: int, device: torch.device) -> int:
+    """Returns the largest of the processes' values in all processes."""
+    if not torch.distributed.is_initialized():
+        return value
+    values = torch.tensor([value], device=device)
+    torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX)
+    return int(values.item())
+
+
 class _SyncedBatchNorm(nn.BatchNorm2d):
     """Batch normalisation over the batches of all processes, on any device, for features of any rank.
 
-    torch's own is for GPUs alone. In training it computes what one process would for the whole batch, and its
-    gradient, up to rounding.
+    torch's own supports GPUs only. In training, output and gradient equal those of one process with the whole
+    batch, up to rounding.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,7 +58,7 @@ def _mean(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The mean over all axes but the channels, and over the processes, which have equally many images."""
     from torch.distributed.nn.functional import all_reduce
 
-    dtype = torch.promote_types(x.dtype, torch.float32)  # half precision cannot add up so many
+    dtype = torch.promote_types(x.dtype, torch.float32)  # half precision is too coarse for such sums
     own = x.mean([d for d, size in enumerate(shape) if size == 1], dtype=dtype)
     return all_reduce(own) / _processes()
 
@@ -59,7 +68,8 @@ def _processes() -> int:
 
 
 def sync_batch_norm(model: nn.Module) -> None:
-    """Makes every batch norm of a model one over all processes. Parameters and buffers keep their names."""
+    """Makes every batch norm of a model compute its statistics over all processes, in place. Parameters and
+    buffers keep their names."""
     for layer in model.modules():
         if isinstance(layer, nn.BatchNorm2d):
             layer.__class__ = _SyncedBatchNorm

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 LOWEST, HIGHEST, STEPS = 1e-5, 10.0, 200
 SMOOTHING = 0.9  # decay per step of the running mean of the loss
-RUNAWAY = 4.0  # the test ends when the smoothed loss is so many times the lowest
+RUNAWAY = 4.0  # the test ends when the smoothed loss is this many times its minimum
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class LearningRateRange:
 
 
 def smooth(losses: Sequence[float]) -> list[float]:
-    """The exponential running mean, without its bias to zero at the start."""
+    """The exponential moving average, corrected for its bias to zero at the start."""
     mean, means = 0.0, []
     for number, loss in enumerate(losses, 1):
         mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
@@ -80,10 +80,10 @@ def smooth(losses: Sequence[float]) -> list[float]:
 
 
 def find_learning_rate(config: RunConfig, out: str | Path) -> LearningRateRange:
-    """Trains a new network for up to 200 steps while the rate rises from 1e-5 to 10, and throws it away.
+    """Trains a new network for up to 200 steps while the rate rises from 1e-5 to 10, then discards it.
 
     Writes ``lr_range.csv`` to the folder ``out``, and ``lr_range.png`` if matplotlib is installed. The test
-    ends when the loss runs away.
+    ends when the loss diverges.
     """
     trainer = Trainer(config, open_data(config), make_accelerator(config.hardware))
     batches = chain.from_iterable(trainer.batches.epoch(epoch) for epoch in count())

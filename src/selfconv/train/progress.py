@@ -13,7 +13,7 @@ from selfconv._files import write_atomically
 from selfconv._text import HalfMinute, escape_for_terminal, format_duration
 from selfconv.train.record import EpochMetrics
 
-Watch = Callable[[float, str], None]  # the share of a run that is done, and a line on how it goes
+Watch = Callable[[float, str], None]  # the completed fraction of a run, and a status line
 
 
 class Progress:
@@ -70,7 +70,7 @@ class Progress:
 
 
 class Journal:
-    """``metrics.jsonl`` and TensorBoard's events. A resumed run drops what came after its checkpoint."""
+    """``metrics.jsonl`` and TensorBoard's events. A resumed run deletes the epochs after its checkpoint."""
 
     def __init__(self, folder: Path, history: Sequence[EpochMetrics]) -> None:
         from torch.utils.tensorboard import SummaryWriter

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from selfconv._files import parse_json, read_as
+from selfconv._files import describe_folder, parse_json, read_as
 from selfconv._version import __version__
 from selfconv.data import DataInfo
 from selfconv.models import WEIGHTS, list_models
@@ -24,7 +24,7 @@ from selfconv.train.config import ModelOptions, RunConfig
 class EpochMetrics:
     """A line of ``metrics.jsonl``: the metrics of one epoch. Losses are means over images."""
 
-    epoch: int  # from 1 on
+    epoch: int  # the first is 1
     lr: float
     train_loss: float
     train_accuracy: float
@@ -76,8 +76,8 @@ class Record:
     versions: dict[str, str]
     commit: str | None
     machine: Machine
-    kept_epoch: int | None = None  # whose weights the model has; None: those of the last
-    weights_sha256: str | None = None  # of model/model.safetensors; None: not noted when the record was made
+    kept_epoch: int | None = None  # the epoch whose weights the model has; None: the last
+    weights_sha256: str | None = None  # of model/model.safetensors; None in records of older versions
 
     def to_json(self) -> dict[str, Any]:
         return parse_json(json.dumps(asdict(self)))
@@ -123,15 +123,15 @@ def initial_options(source: str) -> ModelOptions:
     """
     file = (WEIGHTS / source if source in list_models(pretrained=True) else Path(source)) / "record.json"
     if not file.is_file():
-        found = "no such folder"
+        found = describe_folder(file.parent, file.name)
         if file.parent.is_dir():
-            found = f"a folder without {file.name}; give --model for a saved model without one"
+            found += "; give --model for a saved model without one"
         raise ValueError(
             f"init: expected the folder of a finished run or of a saved model, or one of "
             f"{', '.join(list_models(pretrained=True))}; got {source!r}, {found}"
         )
     record = read_as(Record, file)
-    known = ModelOptions().overrides()  # all of them: a default may have been another when it was trained
+    known = ModelOptions().overrides()  # all of them: defaults may have changed since it was trained
     given = {name: value for name, value in record.model_config.items() if name in known}
     given["widths"] = tuple(given["widths"])
     return replace(record.config.model, init=source, **given)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from selfconv._files import write_json
+from selfconv._files import parse_json, write_json
 from selfconv._memory import keep_memory
 from selfconv._text import escape_for_terminal, format_duration
 from selfconv.data import DataInfo, Dataset
@@ -15,7 +15,7 @@ from selfconv.models import count_parameters
 from selfconv.train.config import RunConfig
 from selfconv.train.distributed import broadcast_object
 from selfconv.train.progress import Progress, Watch
-from selfconv.train.record import BestEpoch, Record, environment
+from selfconv.train.record import Record, environment
 from selfconv.train.runs import Run, open_data, open_or_resume, save_model
 from selfconv.train.setup import make_accelerator
 from selfconv.train.sizing import measure_step
@@ -25,7 +25,6 @@ from selfconv.train.stopping import (
     StopSignals,
     check_finite,
     is_out_of_memory,
-    out_of_memory,
 )
 from selfconv.train.trainer import Trainer
 
@@ -38,7 +37,7 @@ def train(
     quiet: bool = False,
     watch: Watch | None = None,
     stop: StopSignals | None = None,
-) -> dict[str, Any]:
+) -> Record:
     """Trains a network and returns the record of the run, whose folder is ``out``.
 
     Args:
@@ -52,6 +51,7 @@ def train(
         ValueError: the model, the data or the folder cannot be used; nothing has been written.
         Interrupted: SIGINT or SIGTERM was received; a checkpoint is saved.
         Diverged: the loss is infinite or NaN; the last checkpoint has the last finite weights.
+        OutOfMemory: a step needs more memory than there is; the checkpoints are kept.
     """
     keep_memory()
     accelerator = make_accelerator(config.hardware)
@@ -63,7 +63,7 @@ def train(
     with open_or_resume(accelerator, Path(out), config, data, resume) as (run, record, checkpoint):
         if record is not None:
             if visible:
-                folder, accuracy = escape_for_terminal(run.folder), record["test_accuracy"]
+                folder, accuracy = escape_for_terminal(run.folder), record.test_accuracy
                 print(f"{folder}: already finished, with test accuracy {accuracy:.2%}")
             return record
         if checkpoint is not None:
@@ -71,45 +71,46 @@ def train(
                 trainer.restore(checkpoint)
             except RunError as error:
                 raise error if accelerator.is_main_process else SystemExit(2) from None
-        noted = StopSignals() if stop is None else nullcontext(stop)
-        with noted as stop, Progress(total, visible=visible, watch=watch) as progress:
+        signals = StopSignals() if stop is None else nullcontext(stop)
+        with signals as stop, Progress(total, visible=visible, watch=watch) as progress:
             changed = [f"{k} {value}" for k, value in config.model.overrides().items() if value is not None]
             network = ", ".join([config.model.name, *changed])
             progress.say(f"{network}, {count_parameters(trainer.network):,} parameters; {data}")
             state = trainer.state
-            place = "" if checkpoint is None else f"from epoch {state.epoch + 1}, step {state.step + 1} on, "
-            progress.say(f"{place}into {run.folder}")
+            resumed = ""
+            if checkpoint is not None:
+                resumed = f"from epoch {state.epoch + 1}, step {state.step + 1} on, "
+            progress.say(f"{resumed}into {run.folder}")
             alone = accelerator.num_processes == 1  # synchronised batch norm would wait for the others
-            if visible and alone and (advice := measure_step(trainer).advice(trainer)) is not None:
-                progress.say(advice)
             try:
+                if visible and alone and (advice := measure_step(trainer).advice(trainer)) is not None:
+                    progress.say(advice)
                 trainer.fit(run, stop, progress)
-                record = finish(trainer, run, data, progress)
+                record = test_and_save(trainer, run, data, progress)
             except RunStopped as stopped:
                 raise stopped if accelerator.is_main_process else SystemExit(stopped.code) from None
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
-                state, size = trainer.state, trainer.batches.batch_size
-                raise out_of_memory(state.epoch, state.step, size, trainer.part, run.checkpoints) from error
+                raise trainer.out_of_memory(run) from error
     if accelerator.num_processes > 1:
         accelerator.end_training()
     return record
 
 
-def finish(trainer: Trainer, run: Run, data: Dataset, progress: Progress) -> dict[str, Any]:
+def test_and_save(trainer: Trainer, run: Run, data: Dataset, progress: Progress) -> Record:
     """Evaluates the network on the test set, writes the model and the record, and returns the record."""
-    config = trainer.config
-    model, accelerator = trainer.finish(), trainer.accelerator
-    test, history = trainer.evaluate(trainer.test), trainer.state.history
-    check_finite(test.loss, trainer.state.epoch, trainer.state.step, run.checkpoints)
+    config, accelerator, state = trainer.config, trainer.accelerator, trainer.state
+    test = trainer.evaluate(trainer.test, trainer.final_weights())
+    check_finite(test.loss, state.epoch, state.step, run.checkpoints)
+    model = trainer.load_final_weights()
+    history, best = state.history, state.best()
     last = history[-1]
-    validated = [BestEpoch(h.epoch, h.val_accuracy) for h in history if h.val_accuracy is not None]
     seconds = sum(h.seconds for h in history)
     record = Record(
         model=config.model.name,
         parameters=count_parameters(model),
-        model_config=model.config,
+        model_config=parse_json(json.dumps(model.config)),  # as record.json has it: no tuples
         data=DataInfo.of(data),
         config=config,
         seed=config.seed,
@@ -118,8 +119,8 @@ def finish(trainer: Trainer, run: Run, data: Dataset, progress: Progress) -> dic
         train_loss=last.train_loss,
         train_accuracy=last.train_accuracy,
         val_accuracy=last.val_accuracy,
-        kept_epoch=trainer.state.best_epoch if config.recipe.keep == "best" else None,
-        best_val_accuracy=max(validated, key=lambda best: best.accuracy, default=None),
+        kept_epoch=best.epoch if best is not None and config.recipe.keep == "best" else None,
+        best_val_accuracy=best,
         test_loss=test.means[0],
         test_accuracy=test.means[1],
         train_seconds=seconds,
@@ -133,4 +134,4 @@ def finish(trainer: Trainer, run: Run, data: Dataset, progress: Progress) -> dic
         f"test accuracy {record.test_accuracy:.2%} after {len(history)} epoch{'s' * (len(history) != 1)}, "
         f"{format_duration(seconds)} of training; in {run.folder}"
     )
-    return record.to_json()
+    return record

@@ -1,9 +1,9 @@
 """The folder of a run: its lock, its files, and reading them again.
 
-config.json           what the run was asked to do
-place.json            where its data are, if they were given by a relative path
-data.json             what it was trained on: digest, classes, size, mean and deviation
-metrics.jsonl         a line for each epoch; events.out.tfevents.* say the same to TensorBoard
+config.json           all options
+place.json            the absolute path of its data, if they were given by a relative path
+data.json             the data: digest, classes, size, mean and deviation
+metrics.jsonl         a line for each epoch; events.out.tfevents.* has the same for TensorBoard
 checkpoints/          the last two
 model/                once it has finished: config.json and model.safetensors, for ResNet.from_pretrained,
                       and a copy of record.json: a folder to share
@@ -20,11 +20,19 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from filelock import FileLock, Timeout
 
-from selfconv._files import file_sha256, read_as, read_json, read_lines_as, sync_folder, write_json
+from selfconv._files import (
+    describe_folder,
+    file_sha256,
+    read_as,
+    read_json,
+    read_lines_as,
+    sync_folder,
+    write_json,
+)
 from selfconv.data import DataInfo, load_data
 from selfconv.train import checkpoints
 from selfconv.train.checkpoints import Checkpoint
@@ -60,11 +68,7 @@ class Run:
     def open(cls, folder: str | os.PathLike[str]) -> Run:
         run = cls(Path(folder))
         if not run.exists:
-            found = "no such folder"
-            if run.folder.is_dir():
-                found = "other things" if any(run.folder.iterdir()) else "an empty folder"
-            elif run.folder.exists():
-                found = "a file"
+            found = describe_folder(run.folder, "config.json")
             raise RunError(f"{folder}: expected the folder of a run; got {found}")
         return run
 
@@ -90,15 +94,15 @@ class Run:
 
     @property
     def digest(self) -> str:
-        """The digest of a run's options and data, which decide its result; a checkpoint carries it.
+        """The digest of a run's options and data, which determine its result; each checkpoint stores it.
 
-        As they are in the files, which are written once: a later version may know more options.
+        Computed from the files, so that a version with more options gets the same digest.
         """
         content = [read_json(self.folder / name) for name in ("config.json", "data.json")]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     @property
-    def result(self) -> Record:
+    def record(self) -> Record:
         """The record of a finished run; its files must agree on what was run."""
         record = _read(Record, self.folder / "record.json")
         for name, other in (("config", self.config), ("data", self.data)):
@@ -107,11 +111,6 @@ class Run:
                     f"{self.folder}: expected record.json and {name}.json of one run; they disagree"
                 )
         return record
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """The result as ``record.json`` holds it."""
-        return self.result.to_json()
 
     @property
     def metrics(self) -> list[EpochMetrics]:
@@ -139,31 +138,33 @@ def read_metrics(path: Path) -> list[EpochMetrics]:
     return found
 
 
-def note_place(run: Run, config: RunConfig) -> None:
-    """Notes where the data of a run are, beside its options, which are shared with its model."""
+def write_data_path(run: Run, config: RunConfig) -> None:
+    """Writes the absolute path of the data to place.json; config.json, which is published, keeps the path as
+    given."""
     source = Path(config.data.source).expanduser()
     if not (run.folder / PLACE).exists() and not source.is_absolute() and source.exists():
         write_json(run.folder / PLACE, asdict(DataPlace(str(source.resolve()))))
 
 
-def at_place(config: RunConfig, folder: Path | None) -> RunConfig:
-    """The options with the absolute path of the data, for a run that is read from another folder."""
+def with_data_path(config: RunConfig, folder: Path | None) -> RunConfig:
+    """The options with the absolute path of the data, for a process in another working directory."""
     if folder is None or not (folder / PLACE).is_file():
         return config
-    place = _read(DataPlace, folder / PLACE).data
-    return config.replaced("data", source=place) if Path(place).exists() else config
+    path = _read(DataPlace, folder / PLACE).data
+    return config.replaced("data", source=path) if Path(path).exists() else config
 
 
 def open_data(config: RunConfig, *, folder: Path | None = None, download: bool = True) -> Dataset:
     """The data set of a run.
 
     Args:
-        folder: of the run, which knows where its data are if they were given by a relative path.
+        folder: the run's folder; place.json in it has the absolute path.
 
     Raises:
-        DataError: it cannot be used; MissingDataError if it is not there, and not to be downloaded.
+        DataError: the data cannot be used. MissingDataError: they are not in the cache and ``download`` is
+            False.
     """
-    options = at_place(config, folder).data
+    options = with_data_path(config, folder).data
     data = load_data(
         options.source,
         **options.for_loading(),
@@ -175,27 +176,38 @@ def open_data(config: RunConfig, *, folder: Path | None = None, download: bool =
     return data if options.subset is None else data.subset(options.subset, options.split_seed)
 
 
+def _other_file(run: Run) -> str | None:
+    """The name of a file in a folder that has no run, if there is one."""
+    if run.exists or not run.folder.is_dir():
+        return None
+    names = sorted(path.name for path in run.folder.iterdir() if not path.name.startswith("."))
+    # "checkpoints" alone: left by a run that was killed before config.json was written
+    return None if names in ([], ["checkpoints"]) else names[0]
+
+
 @contextmanager
 def lock_run(folder: Path, config: RunConfig, *, resume: bool) -> Iterator[Run]:
     """Locks the folder of a run for writing within the context, and creates it if it is new.
 
     Raises:
-        RunError: it holds another run, or other things, or another process is writing to it.
+        RunError: it contains a run and ``resume`` is False, a run with other options, or other files.
+        RunBusy: another process is writing to it.
     """
     run = Run(folder)
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder}: expected a folder to write to; got a file")
-    if folder.is_dir() and not run.exists:
-        others = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
-        if others and others != ["checkpoints"]:  # a run that was killed as it began
-            raise RunError(f"{folder}: expected a new or empty folder; it holds {others[0]}")
-    folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")
+    # a run creates its lock before its other files: without a lock they are not a run's, and none is created
+    if (other := _other_file(run)) is not None and not (folder / ".lock").exists():
+        raise RunError(f"{folder}: expected a new or empty folder; it holds {other}")
+    folder.mkdir(parents=True, exist_ok=True)
     try:
         lock.acquire(timeout=0)
     except Timeout:
         raise RunBusy(f"{folder}: another process is writing to this run") from None
     try:
+        if (other := _other_file(run)) is not None:  # again: another process may have started the run above
+            raise RunError(f"{folder}: expected a new or empty folder; it holds {other}")
         if not run.exists:
             run.checkpoints.mkdir(exist_ok=True)
             write_json(folder / "config.json", config.to_json())
@@ -210,29 +222,26 @@ def lock_run(folder: Path, config: RunConfig, *, resume: bool) -> Iterator[Run]:
         lock.release()
 
 
-def note_data(run: Run, data: Dataset) -> DataInfo:
+def write_or_check_data_info(run: Run, data: Dataset) -> None:
     """Writes ``data.json``; if it exists, it must describe the same data."""
-    info = DataInfo.of(data)
-    if (run.folder / "data.json").exists():
-        noted = run.data
-        if noted.digest != info.digest:
-            raise RunError(f"{run.folder}: the data set {info.name} has changed since this run began")
-        if not noted.agrees_with(info):
-            raise RunError(
-                f"{run.folder / 'data.json'}: expected the description of {info.name}; got another"
-            )
-    else:
-        write_json(run.folder / "data.json", asdict(info))
-    return info
+    info, path = DataInfo.of(data), run.folder / "data.json"
+    if not path.exists():
+        write_json(path, asdict(info))
+        return
+    written = run.data
+    if written.digest != info.digest:
+        raise RunError(f"{run.folder}: the data set {info.name} has changed since this run began")
+    if not written.agrees_with(info):
+        raise RunError(f"{path}: expected the classes, size, mean and deviation of {info.name}; got others")
 
 
 @contextmanager
 def open_or_resume(
     accelerator: Accelerator, out: Path, config: RunConfig, data: Dataset, resume: bool
-) -> Iterator[tuple[Run, dict[str, Any] | None, Checkpoint | None]]:
+) -> Iterator[tuple[Run, Record | None, Checkpoint | None]]:
     """The run's folder, its record if it has finished, and its last checkpoint.
 
-    Only the first process touches the folder, which the others need not see, and all fail if it does.
+    Only the main process reads and writes the folder. If it fails, all processes raise.
     """
     run = Run(out)
     error: Exception | None = None
@@ -241,8 +250,8 @@ def open_or_resume(
         if accelerator.is_main_process:
             try:
                 stack.enter_context(lock_run(out, config, resume=resume))
-                note_data(run, data)
-                note_place(run, config)
+                write_or_check_data_info(run, data)
+                write_data_path(run, config)
                 if run.finished:
                     record = run.record
                 else:
@@ -251,17 +260,18 @@ def open_or_resume(
                 error = problem
         error, record, checkpoint = broadcast_object((error, record, checkpoint))
         if error is not None:
-            raise error if accelerator.is_main_process else SystemExit(2)  # one of them says it
+            # only the main process prints the message
+            raise error if accelerator.is_main_process else SystemExit(2)
         yield run, record, checkpoint
 
 
 def save_model(run: Run, model: ResNet, record: Record) -> Record:
-    """Writes ``model/`` atomically, with a copy of the record, so that the folder can be shared.
+    """Writes ``model/``: complete, or absent after a crash; with a copy of the record, for sharing.
 
     Returns:
         The record with the digest of the weights.
     """
-    partial, place = run.folder / ".model.partial", run.folder / "model"
+    partial, final = run.folder / ".model.partial", run.folder / "model"
     shutil.rmtree(partial, ignore_errors=True)
     try:
         model.save_pretrained(partial)
@@ -270,8 +280,9 @@ def save_model(run: Run, model: ResNet, record: Record) -> Record:
         for path in partial.iterdir():
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
-        shutil.rmtree(place, ignore_errors=True)
-        os.replace(partial, place)
+        sync_folder(partial)
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(partial, final)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

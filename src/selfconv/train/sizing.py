@@ -17,22 +17,22 @@ from selfconv._text import format_duration
 if TYPE_CHECKING:
     from selfconv.train.trainer import Trainer
 
-TOLD_SECONDS = 60.0  # epochs that take longer are announced
-PIXELS = 4 * 64 * 64  # about as many are measured
+ANNOUNCED_SECONDS = 60.0  # epochs that take longer are announced
+PIXELS = 4 * 64 * 64  # of the images in the measured step, about
 
 
 @dataclass(frozen=True)
 class Sizing:
-    """What a run needs, extrapolated from a step of a few images."""
+    """Time per epoch and memory per step, extrapolated from a step of a few images."""
 
     epoch_seconds: float
     step_bytes: float
 
     def advice(self, trainer: Trainer) -> str | None:
-        """A line for the user; None if the run is short and fits."""
+        """A line for the user; None if epochs are short and a step fits in memory."""
         memory = machine_memory()
         fits = self.step_bytes < 0.8 * memory
-        if fits and self.epoch_seconds < TOLD_SECONDS:
+        if fits and self.epoch_seconds < ANNOUNCED_SECONDS:
             return None
         line = (
             f"about {format_duration(self.epoch_seconds)} an epoch on this machine, "
@@ -54,24 +54,25 @@ class Sizing:
 
 def measure_step(trainer: Trainer) -> Sizing:
     """Trains a copy of the network for two steps of a few images; nothing of the trainer changes."""
-    count = max(1, min(trainer.part, PIXELS // trainer.image_size**2))
+    count = max(1, min(trainer.micro_batch_size, PIXELS // trainer.image_size**2))
     images, labels = (batch[:count] for batch in next(iter(trainer.batches.epoch(0))))
-    network, stored = copy.deepcopy(trainer.network).train(), {}
+    network = copy.deepcopy(trainer.network).train()
+    saved: dict[int, int] = {}  # address → bytes of what autograd saves for the backward pass
 
-    def note(tensor: Tensor) -> Tensor:
+    def note_storage(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        stored[storage.data_ptr()] = storage.nbytes()
+        saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    for _ in range(2):  # the first compiles
-        stored.clear()
+    for _ in range(2):  # the first step compiles the kernels
+        saved.clear()
         began = time.monotonic()
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(note_storage, lambda tensor: tensor):
             loss = trainer.loss(network(images).float(), labels)
         loss.backward()
         seconds = time.monotonic() - began
     weights = {p.untyped_storage().data_ptr() for p in network.parameters()}
-    saved = sum(size for place, size in stored.items() if place not in weights)
+    activations = sum(size for address, size in saved.items() if address not in weights)
     per_epoch = len(trainer.batches) * trainer.batches.batch_size / trainer.accelerator.num_processes
-    own = 4 * sum(p.numel() * p.element_size() for p in network.parameters())  # gradients, momentum, mean
-    return Sizing(seconds / count * per_epoch, saved / count * trainer.part + own)
+    own = 4 * sum(p.numel() * p.element_size() for p in network.parameters())  # and gradients, momentum, EMA
+    return Sizing(seconds / count * per_epoch, activations / count * trainer.micro_batch_size + own)

@@ -31,7 +31,7 @@ class RunStopped(Exception):
 
 
 class Diverged(RunStopped):
-    """The loss is infinite or NaN."""
+    """The loss or a weight is infinite or NaN."""
 
 
 class OutOfMemory(RunStopped):
@@ -40,9 +40,9 @@ class OutOfMemory(RunStopped):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out. For a GPU torch has an exception class; on a CPU it raises a RuntimeError."""
-    said = ("out of memory", "can't allocate memory", "not enough memory")
+    messages = ("out of memory", "can't allocate memory", "not enough memory")
     return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in said)
+        isinstance(error, RuntimeError) and any(words in str(error) for words in messages)
     )
 
 
@@ -56,14 +56,18 @@ class Interrupted(RunStopped):
 
 def check_finite(loss: float, epoch: int, step: int, checkpoints: Path) -> None:
     if not math.isfinite(loss):
-        raise Diverged(
-            f"the loss is {loss} in epoch {epoch + 1}, step {step}; the last good weights are in "
-            f"{checkpoints}; a lower --lr or --clip 1 may help"
-        )
+        raise diverged(f"the loss is {loss}", epoch, step, checkpoints)
+
+
+def diverged(what: str, epoch: int, step: int, checkpoints: Path) -> Diverged:
+    return Diverged(
+        f"{what} in epoch {epoch + 1}, step {step}; the last finite weights are in {checkpoints}; "
+        "a lower --lr or --clip 1 may help"
+    )
 
 
 def interruption(epoch: int, step: int, folder: Path, number: int) -> Interrupted:
-    """Epochs and steps are the complete ones."""
+    """Args: the numbers of completed epochs and of completed steps in the current one."""
     return Interrupted(
         f"stopped and saved in epoch {epoch + 1}, after step {step}; "
         f"continue with: selfconv train --out {folder} --resume",
@@ -71,12 +75,15 @@ def interruption(epoch: int, step: int, folder: Path, number: int) -> Interrupte
     )
 
 
-def out_of_memory(epoch: int, step: int, batch_size: int, part: int, checkpoints: Path) -> OutOfMemory:
-    """Args: the images of a step, and of the part of it that is computed at a time."""
+def out_of_memory(
+    epoch: int, step: int, images_per_process: int, micro_batch_size: int, checkpoints: Path
+) -> OutOfMemory:
+    """Args: the numbers of completed epochs and steps, of images of a process per step and at a time."""
     return OutOfMemory(
-        f"out of memory in epoch {epoch + 1}, step {step + 1}, with {part} images at a time; --accumulate "
-        f"{2 * batch_size // part} takes half as many and learns the same but for batch norm, and a lower "
-        f"--batch-size or --image-size needs less too; the checkpoints in {checkpoints} are kept"
+        f"out of memory in epoch {epoch + 1}, step {step + 1}, with {micro_batch_size} images at a time; "
+        f"--accumulate {2 * images_per_process // micro_batch_size} takes half as many and learns the same "
+        "but for batch norm, and a lower --batch-size or --image-size needs less too; the checkpoints in "
+        f"{checkpoints} are kept"
     )
 
 
@@ -92,7 +99,7 @@ class StopSignals:
         self.number = 0
         self._insistent, self._at_once = insistent, False
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _receive(self, number: int, frame: FrameType | None) -> None:
         second, self.number = self.number != 0, self.number or number
         if self._at_once:
             self._at_once = False
@@ -115,7 +122,7 @@ class StopSignals:
         self._before = {}
         if threading.current_thread() is threading.main_thread():  # others cannot receive signals
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._note)
+                self._before[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from selfconv._files import file_sha256, read_as
+from selfconv._files import describe_folder, file_sha256, read_as
 from selfconv._memory import machine_memory
 from selfconv.data import DataInfo, Dataset, PixelRange, describe_channels, normalise, read_image
 from selfconv.models import (
@@ -24,7 +23,17 @@ from selfconv.models import (
     mismatches,
     optimize_for_inference,
 )
-from selfconv.train import Record, Run, RunConfig, RunError, build_model, load_last, open_data, read_metrics
+from selfconv.train import (
+    EpochMetrics,
+    Record,
+    Run,
+    RunConfig,
+    RunError,
+    build_model,
+    load_last,
+    open_data,
+    read_metrics,
+)
 
 MAPS_AT_A_TIME = 4  # about as many feature maps are in memory at once
 
@@ -38,14 +47,14 @@ class TrainedModel:
     Attributes:
         model: in evaluation mode.
         record: the run's result; None if the run has not finished, or a saved model came without one.
-        metrics: one dict per epoch, the training curves.
+        metrics: of each epoch, the training curves.
         run_folder: where results about the model are saved; None if the model was not opened from a run.
     """
 
     name: str
     model: ResNet
-    record: dict[str, Any] | None
-    metrics: list[dict[str, Any]]
+    record: Record | None
+    metrics: list[EpochMetrics]
     run_folder: Path | None
     _training: tuple[DataInfo, RunConfig] | None  # unknown for a model that was saved without its record
 
@@ -148,27 +157,24 @@ def open_trained(source: str | os.PathLike[str]) -> TrainedModel:
         raise
     except ValueError as error:
         raise RunError(str(error)) from None
-    found = "no such folder or name"
-    if folder.is_dir():
-        found = "other things" if any(folder.iterdir()) else "an empty folder"
-    elif folder.exists():
-        found = "a file"
+    found = describe_folder(folder, f"config.json or {WEIGHTS_FILE}")
+    found = found if folder.exists() else "no such folder or name"
     raise RunError(f"{source}: {expected}; got {found}")
 
 
 def _open_run(run: Run) -> TrainedModel:
     info, config = run.data, run.config
-    result = run.result if run.finished else None
-    if result is not None:
-        model = _saved_model(run.folder / "model", result)
+    record = run.record if run.finished else None
+    if record is not None:
+        model = _saved_model(run.folder / "model", record)
     else:
         model = _model_from_checkpoint(run, config, info)
     _check_images(model, info, run.folder)
     return TrainedModel(
         name=run.folder.resolve().name,
         model=model,
-        record=None if result is None else result.to_json(),
-        metrics=[asdict(metrics) for metrics in run.metrics],
+        record=record,
+        metrics=run.metrics,
         run_folder=run.folder,
         _training=(info, config),
     )
@@ -183,8 +189,8 @@ def _open_saved(name: str, folder: Path) -> TrainedModel:
     return TrainedModel(
         name=name,
         model=model,
-        record=None if record is None else record.to_json(),
-        metrics=[asdict(epoch) for epoch in read_metrics(metrics)] if metrics.exists() else [],
+        record=record,
+        metrics=read_metrics(metrics) if metrics.exists() else [],
         run_folder=None,
         _training=None if record is None else (record.data, record.config),
     )
@@ -214,7 +220,7 @@ def _model_from_checkpoint(run: Run, config: RunConfig, info: DataInfo) -> ResNe
         raise RunError(f"{run.folder}: this run has no weights yet")
     with torch.device("meta"):  # the checkpoint brings the weights, and with them what memory they take
         model = build_model(config, info)
-    weights = checkpoint.tensors("best") or checkpoint.tensors("ema") or checkpoint.tensors("model")
+    weights = checkpoint.final_weights()
     if problems := mismatches(model.state_dict(), weights):
         raise RunError(f"{run.folder}: the last checkpoint holds the weights of another network: {problems}")
     try:

@@ -13,7 +13,7 @@ each output plane P and PARTS positions x the window is walked offset by offset:
     α[t]      = 2^(score[t] · scale·log2(e) − lse)
     out_c     = Σ_t α[t] · A^V_c[t]
 
-and backwards, with g the gradient of out (README.md beside this file derives it):
+and backwards, with g the gradient of out (ops/README.md derives it):
 
     dα[t] = Σ_c g_c · A^V_c[t]              ds[t] = scale · α[t] (dα[t] − Σ_t α[t] dα[t])
     dquery_c = Σ_t ds[t] · A^K_c[t]
@@ -209,11 +209,11 @@ def softmax_backward(
 
 
 @njit(**options)
-def pull_back(planes, pair, window, weights, a, x, side, corner, sizes, gradient, sums):
-    """Adds what e = weights[t] · a_c, the gradients of A_c[t], give to f, ψ and β.
+def affine_map_backward(planes, pair, window, weights, a, x, side, corner, sizes, gradient, sums):
+    """Adds the gradients of f, ψ and β, given the gradient of the affine map A_c[t], e = weights[t] · a_c.
 
     Args:
-        weights, a: of one plane P, or of two that lie one behind the other; so do filters and sums.
+        weights, a: of one plane P, or of two, one after the other in memory; so are filters and sums.
     """
     R, D, taps, plane = len(planes), len(pair), sizes.taps, sizes.plane
     lanes = lanes_of(a)
@@ -262,8 +262,8 @@ def row_backward(
                 of_plane(planes, keys, d, sizes), of_plane(planes, values, d, sizes), corner, x, sizes,
                 outside, advance(alpha, d * room), advance(ds, d * room), advance(dq, k), affines,
             )  # fmt: skip
-        pull_back(planes, pair, window, alpha, g, x, values, corner, sizes, d_values, sums_v)
-        pull_back(planes, pair, window, ds, q, x, keys, corner, sizes, d_keys, sums_k)
+        affine_map_backward(planes, pair, window, alpha, g, x, values, corner, sizes, d_values, sums_v)
+        affine_map_backward(planes, pair, window, ds, q, x, keys, corner, sizes, d_keys, sums_k)
 
 
 _signature = types.void(types.CPointer(types.int64))

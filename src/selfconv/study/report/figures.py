@@ -243,7 +243,8 @@ def _look(facts: ModelFacts | None) -> tuple[str, str]:
     if facts is None or facts.group not in GROUPS:  # a record of another version
         return INK, "X"
     shapes = SHAPES[list(GROUPS).index(facts.group) % len(SHAPES)]
-    return COLOURS[facts.spatial], shapes[2 if facts.squeeze_excite else int(facts.pooled_convolution)]
+    colour = COLOURS.get(facts.spatial, INK)
+    return colour, shapes[2 if facts.squeeze_excite else int(facts.pooled_convolution)]
 
 
 def _point(axes: Axes, row: ResultRow, y: float, sample: Sample, *, upright: bool, x: float = 0.0) -> None:

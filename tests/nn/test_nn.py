@@ -74,7 +74,7 @@ LAYERS: dict[str, Make] = {
         4, 6, 3, dilation=3, padding_mode="circular", num_heads=2, **k
     ),
     "asc_exclude": lambda **k: AffineSelfConv2d(4, 6, 5, 2, padding_mode="exclude", num_heads=2, **k),
-    "asc_dense_exclude": lambda **k: AffineSelfConv2d(
+    "asc_exclude_dense": lambda **k: AffineSelfConv2d(
         4, 6, 3, dilation=2, padding_mode="exclude", num_heads=2, psi="dense", **k
     ),
     "asc_dropout": lambda **k: AffineSelfConv2d(4, 6, 3, dropout=0.5, num_heads=2, **k).eval(),
@@ -93,8 +93,8 @@ LAYERS: dict[str, Make] = {
     "lifting_asc_dense": lambda **k: LiftingSelfConv2d(
         4, 6, 3, padding_mode="exclude", psi="dense", num_heads=2, **k
     ),
-    "bottleneck": lambda **k: Bottleneck(4, 2, zero_gamma=False, squeeze_excite=True, **k),
-    "bottleneck_stride": lambda **k: Bottleneck(4, 1, 2, zero_gamma=False, **k),
+    "bottleneck": lambda **k: Bottleneck(4, 2, zero_gamma=False, **k),
+    "bottleneck_stride": lambda **k: Bottleneck(4, 2, 2, zero_gamma=False, **k),
     "affine_conv": lambda **k: AffineConv2d(4, 6, 5, **k),
     "affine_conv_stride": lambda **k: AffineConv2d(4, 6, 3, stride=2, **k),
     "depthwise": lambda **k: DepthwiseConv2d(4, 3, **k),

@@ -25,8 +25,13 @@ INFERENCE = ("resnet29", "resnet29_asc", "p4resnet29", "p4resnet29_asc")  # whos
 class BenchOptions:
     """What to measure, and for how long."""
 
-    sections: tuple[Literal["ops", "growth", "models", "inference"], ...] = ("ops", "growth", "models")
-    """inference: trained networks as torch, optimised, exported with torch.export and in ONNX Runtime."""
+    sections: tuple[Literal["ops", "growth", "models", "inference", "windows"], ...] = (
+        "ops",
+        "growth",
+        "models",
+    )
+    """inference: trained networks as torch, optimised, exported with torch.export and in ONNX Runtime.
+    windows: rectangles, dilation and borders beside square windows, as time per tap."""
     device: str = "cpu"
     """cpu, or cuda, which uses the Triton kernels."""
     threads: int | None = None

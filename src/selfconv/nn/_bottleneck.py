@@ -72,22 +72,28 @@ class Bottleneck(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(type(self).__name__, in_channels=in_channels, width=width, stride=stride)
-        self.group = group = get_group(group)
-        self.in_channels, self.out_channels = in_channels, self.expansion * width
+        self.group = get_group(group)
+        self.in_channels, self.out_channels, self.stride = in_channels, self.expansion * width, stride
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        conv = partial(GroupConv2d, bias=False, group=group, downsample=downsample, **factory)
-        norm = partial(ConvNorm, group=group, **factory)
-        spatial = partial(_self_conv, group) if spatial is None else spatial
-        self.reduce = norm(conv(in_channels, width, 1), width)
+
+        def norm(conv: nn.Module, channels: int) -> ConvNorm:
+            return ConvNorm(conv, channels, self.group, **factory)
+
+        def pointwise(channels: int, out: int, stride: int = 1) -> ConvNorm:
+            options: dict[str, Any] = {"group": self.group, "downsample": downsample} | factory
+            return norm(GroupConv2d(channels, out, 1, stride, bias=False, **options), out)
+
+        spatial = partial(_self_conv, self.group) if spatial is None else spatial
+        self.reduce = pointwise(in_channels, width)
         self.spatial = norm(spatial(width, stride).to(**factory), width)
-        self.expand = norm(conv(width, self.out_channels, 1), self.out_channels)
+        self.expand = pointwise(width, self.out_channels)
         self.se: nn.Module = nn.Identity()
         if squeeze_excite:
-            reduction = max(1, 16 // len(group))
-            self.se = SqueezeExcite(self.out_channels, reduction, group=group, **factory)
+            reduction = max(1, 16 // len(self.group))
+            self.se = SqueezeExcite(self.out_channels, reduction, group=self.group, **factory)
         self.shortcut: nn.Module = nn.Identity()
         if stride > 1 or in_channels != self.out_channels:
-            self.shortcut = norm(conv(in_channels, self.out_channels, 1, stride), self.out_channels)
+            self.shortcut = pointwise(in_channels, self.out_channels, stride)
         if zero_gamma:  # attention is unstable in the first epochs: every block starts as its shortcut
             nn.init.zeros_(self.expand.norm.weight)  # type: ignore[arg-type]
 

@@ -179,7 +179,7 @@ def _(
 
 
 def _gradients(features: Sequence[Tensor]) -> list[Tensor]:
-    return [features_like(f, f.shape[1], f.shape[-2:]) for f in features]
+    return [features_like(f, f.shape[1], (f.shape[-2], f.shape[-1])) for f in features]
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:

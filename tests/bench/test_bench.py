@@ -175,12 +175,14 @@ def test_windows_beside_squares(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     wrong = _windows.OTHERS[-1]
     monkeypatch.setattr(_windows, "check", lambda kind, device, window: float(window is wrong))
     monkeypatch.setattr(
-        _windows, "interleaved", lambda works, *_: {w: 1e-3 * (1 + w.taps + sum(w.dilation)) for w in works}
+        _windows,
+        "interleaved",
+        lambda works, *_, **__: {w: 1e-3 * (1 + w.taps + sum(w.dilation)) for w in works},
     )
     monkeypatch.setattr(_windows, "SHAPES", ((8, 4),))
     results = run_bench(BenchOptions(("windows",), batch=(1,), seconds=0.01, out=tmp_path))
     page = (tmp_path / "performance.md").read_text()
-    assert "## Windows, batch 1: µs per tap (times square windows of as many taps)" in page
+    assert "## Windows, batch 1, one thread: µs per tap (times square windows of as many taps)" in page
     assert "| 1×7 | 7 | 1429 (1.00x) | 1429 (1.00x) |" in page
     assert "| 3×3, dilation 3 | 9 | 1778 (1.33x) |" in page
     assert "| 1×7, circular | 7 | - | - |" in page

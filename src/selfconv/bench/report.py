@@ -217,7 +217,7 @@ def sections(results: Results) -> list[tuple[str, tuple[list[str], list[list[str
         found.append((f"{section.capitalize()}, forward+backward", growth_table(results, section)))
     if results.windows:
         batch = results.windows[0].batch
-        title = f"Windows, batch {batch}: µs per tap (times square windows of as many taps)"
+        title = f"Windows, batch {batch}, one thread: µs per tap (times square windows of as many taps)"
         found.append((title, window_table(results)))
     for direction in dict.fromkeys(r.direction for r in results.models):
         batch = results.models[0].batch
@@ -289,9 +289,9 @@ def markdown(results: Results, figures: Sequence[str]) -> str:
         "returned to the system), as `selfconv train` runs; the networks are timed that way, too.",
         "Inference compares the forms of a network that [can be deployed](deploy.md), after a check that",
         "their logits agree with the network as trained to 1e-4 of the largest. Windows of other shapes",
-        "(`--sections windows`) are compared with the time that square windows of as many taps would take, on",
-        "a line between the nearest two of them: the part of a call that does not grow with the window is",
-        "shared by more taps where the window is larger.",
+        "(`--sections windows`, CPU time on one thread) are compared with the time that square windows of",
+        "as many taps would take, on a line between the nearest two of them, because the part of a call",
+        "that does not grow with the window is shared by more taps where the window is larger.",
         "",
         f"Measured on: {_context(results)}.",
         "",

@@ -72,6 +72,7 @@ def _rows(options: BenchOptions, device: torch.device) -> Iterator[AnyRow]:
         names = ("resnet29", "resnet29_asc") if options.quick else INFERENCE
         yield from measure_inference(names, 4 * len(names) * seconds)
     if "windows" in options.sections:
+        torch.set_num_threads(1)  # until the end of the run
         yield from measure_windows(max(options.batch), 4 * seconds, device)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 import warnings
 from pathlib import Path
@@ -11,10 +13,12 @@ import torch
 from helpers.tiny_models import awake
 from helpers.tiny_runs import run_cli, tiny_config, tiny_data
 
-from selfconv import create_model
+from selfconv import convert, create_model
+from selfconv.examples import Autoencoder, UNet
 from selfconv.explorer._answers import plane_names
 from selfconv.explorer._comparison import Comparison
-from selfconv.groups import GROUPS, IDENTITY, MIRROR, Group
+from selfconv.groups import GROUPS, IDENTITY, MIRROR, Group, get_group
+from selfconv.models import ResNet, export_onnx, export_program, optimize_for_inference
 from selfconv.nn import (
     AffineSelfConv2d,
     GroupConv2d,
@@ -28,7 +32,7 @@ from selfconv.study import write_report
 from selfconv.testing import assert_equivariant, audit
 from selfconv.train import train
 from selfconv.trained import evaluate, open_trained
-from selfconv.visualize import write_figures
+from selfconv.visualize import class_activation_maps, equivariance_view, look, write_figures
 
 HALF_TURN = ((-1, 0), (0, -1))
 NEW = {  # a group: what its elements are called
@@ -103,6 +107,49 @@ def test_training_report_and_pictures(group: Group, tmp_path: Path) -> None:
         else:
             assert error is not None
             assert error < 1e-4
+
+
+@pytest.mark.parametrize(
+    "group", [Group("p2", (IDENTITY, HALF_TURN)), Group("pm", (IDENTITY, MIRROR))], ids=str
+)
+def test_an_object_needs_no_registration(group: Group, tmp_path: Path) -> None:
+    """A group that has no name in the table: from the network to its export and pictures."""
+    assert group.name not in GROUPS
+    torch.manual_seed(0)
+    small = {"depth": 11, "widths": (4, 4, 4), "num_heads": 2, "downsample": "pool"}
+    model = awake(create_model("resnet29_asc", **small, group=group)).eval()
+    x = torch.randn(2, 3, 8, 8)
+    expected = model(x)
+    assert model.group == group
+    assert create_model("resnet29_asc", group=get_group("p4")).config["group"] == "p4"
+    for name in ("resnet29", "resnet29_se", "resnet29_simple_asc", "resnet29_sasa", "p4resnet29_asc_se"):
+        other = awake(create_model(name, **small | {"widths": (8, 8, 8)}, group=group))
+        assert audit(other, 8).passed, name
+
+    model.save_pretrained(tmp_path / "saved")
+    again = ResNet.from_pretrained(tmp_path / "saved").eval()
+    assert again.group == open_trained(tmp_path / "saved").model.group == group
+    forms = {
+        "saved": again,
+        "copied": copy.deepcopy(model),
+        "pickled": pickle.loads(pickle.dumps(model)),
+        "optimised": optimize_for_inference(model),
+        "exported": export_program(model, input_shape=(3, 8, 8)).module(),
+        "compiled": torch.compile(model, backend="aot_eager"),
+    }
+    for name, form in forms.items():
+        torch.testing.assert_close(form(x), expected, msg=lambda text, name=name: f"{name}: {text}")
+    export_onnx(model, tmp_path / "model.onnx", input_shape=(3, 8, 8))
+    convolutions = create_model("resnet29", **small, group=group)
+    convert(convolutions, num_heads=2)
+    assert audit(convolutions, 8).passed
+
+    layer = next(name for name, part in model.named_modules() if isinstance(part, AffineSelfConv2d))
+    assert look(model, x[0], layer, (1, 2), 1).output.shape == (2, 2)
+    assert equivariance_view(model, x[0], layer).errors
+    assert class_activation_maps(model, x[0]).shape[0] == 10
+    for example in (UNet(3, 2, (4, 8), group=group), Autoencoder(3, 2, 4, group=group)):
+        assert audit(example, 8, outputs="planar").passed
 
 
 def test_audit_command_with_a_new_group(group: Group, capsys: pytest.CaptureFixture[str]) -> None:

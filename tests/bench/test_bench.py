@@ -18,6 +18,7 @@ from selfconv.bench import inference as _inference
 from selfconv.bench import measure as _measure
 from selfconv.bench import models as _models
 from selfconv.bench import ops as _ops
+from selfconv.bench import windows as _windows
 from selfconv.bench.report import joined, markdown, op_table, write_results
 from selfconv.models import create_model
 
@@ -167,6 +168,32 @@ def test_inference_in_every_form(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "## Inference, batch 2: ms (times the convolutional counterpart in the same form)" in page
     assert f"| resnet29_asc | {rows[0].milliseconds:.1f} ({rows[0].ratio:.1f}x) | - |" in page
     assert "- resnet29_asc, optimised, batch 2: logits differ by nan of the largest" in page
+
+
+def test_windows_beside_squares(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A line through the squares' times; a window that disagrees with the reference gets no figure."""
+    wrong = _windows.OTHERS[-1]
+    monkeypatch.setattr(_windows, "check", lambda kind, device, window: float(window is wrong))
+    monkeypatch.setattr(
+        _windows,
+        "interleaved",
+        lambda works, *_, **__: {w: 1e-3 * (1 + w.taps + sum(w.dilation)) for w in works},
+    )
+    monkeypatch.setattr(_windows, "SHAPES", ((8, 4),))
+    results = run_bench(BenchOptions(("windows",), batch=(1,), seconds=0.01, out=tmp_path))
+    page = (tmp_path / "performance.md").read_text()
+    assert "## Windows, batch 1, one thread: µs per tap (times square windows of as many taps)" in page
+    assert "| 1×7 | 7 | 1429 (1.00x) | 1429 (1.00x) |" in page
+    assert "| 3×3, dilation 3 | 9 | 1778 (1.33x) |" in page
+    assert "| 1×7, circular | 7 | - | - |" in page
+    assert "- 1×7, circular, 8 channels on 4², forward: disagrees with the reference by 1.0e+00" in page
+    assert joined(replace(RESULTS, machine=results.machine), results).windows == results.windows
+    assert read_results(tmp_path / "bench.json") == results
+
+
+def test_every_window_is_checked() -> None:
+    for window in (_windows.OTHERS[2], _windows.OTHERS[3], *_windows.OTHERS[-2:]):
+        assert _ops.check("asc", CPU, window) < _ops.TOLERANCE
 
 
 def test_unmeasured_sections_are_kept() -> None:

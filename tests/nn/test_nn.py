@@ -18,6 +18,7 @@ from selfconv.groups import IDENTITY, Group, get_group
 from selfconv.nn import (
     AffineConv2d,
     AffineSelfConv2d,
+    Bottleneck,
     DepthwiseConv2d,
     GlobalPool,
     GroupBatchNorm,
@@ -26,6 +27,7 @@ from selfconv.nn import (
     GroupLayerNorm,
     GroupPool,
     LiftingConv2d,
+    LiftingSelfConv2d,
     LocalAttention2d,
     RestrictGroup,
     SimpleAffineSelfConv2d,
@@ -67,6 +69,32 @@ LAYERS: dict[str, Make] = {
     "simple_asc_dense": lambda **k: SimpleAffineSelfConv2d(4, 6, 3, num_heads=2, psi="dense", **k),
     "simple_asc_no_bias": lambda **k: SimpleAffineSelfConv2d(4, 6, 3, num_heads=3, qkv_bias=False, **k),
     "sasa": lambda **k: StandAloneSelfAttention2d(4, 8, 5, num_heads=2, **k),
+    "asc_dilated": lambda **k: AffineSelfConv2d(4, 6, 3, dilation=2, num_heads=2, **k),
+    "asc_circular": lambda **k: AffineSelfConv2d(
+        4, 6, 3, dilation=3, padding_mode="circular", num_heads=2, **k
+    ),
+    "asc_exclude": lambda **k: AffineSelfConv2d(4, 6, 5, 2, padding_mode="exclude", num_heads=2, **k),
+    "asc_exclude_dense": lambda **k: AffineSelfConv2d(
+        4, 6, 3, dilation=2, padding_mode="exclude", num_heads=2, psi="dense", **k
+    ),
+    "asc_dropout": lambda **k: AffineSelfConv2d(4, 6, 3, dropout=0.5, num_heads=2, **k).eval(),
+    "simple_asc_dilated": lambda **k: SimpleAffineSelfConv2d(4, 6, 3, dilation=2, num_heads=2, **k),
+    "simple_asc_circular": lambda **k: SimpleAffineSelfConv2d(
+        4, 6, 3, padding_mode="circular", num_heads=2, **k
+    ),
+    "sasa_exclude": lambda **k: StandAloneSelfAttention2d(
+        4, 8, 3, dilation=2, padding_mode="exclude", num_heads=2, **k
+    ),
+    "lifting_asc": lambda **k: LiftingSelfConv2d(4, 6, 5, num_heads=2, bias=True, **k),
+    "lifting_asc_stride": lambda **k: LiftingSelfConv2d(4, 6, 3, 2, affine="beta", num_heads=2, **k),
+    "lifting_asc_circular": lambda **k: LiftingSelfConv2d(
+        4, 6, 3, dilation=2, padding_mode="circular", num_heads=2, **k
+    ),
+    "lifting_asc_dense": lambda **k: LiftingSelfConv2d(
+        4, 6, 3, padding_mode="exclude", psi="dense", num_heads=2, **k
+    ),
+    "bottleneck": lambda **k: Bottleneck(4, 2, zero_gamma=False, **k),
+    "bottleneck_stride": lambda **k: Bottleneck(4, 2, 2, zero_gamma=False, **k),
     "affine_conv": lambda **k: AffineConv2d(4, 6, 5, **k),
     "affine_conv_stride": lambda **k: AffineConv2d(4, 6, 3, stride=2, **k),
     "depthwise": lambda **k: DepthwiseConv2d(4, 3, **k),
@@ -99,7 +127,8 @@ LAYERS: dict[str, Make] = {
     "global_max": lambda **k: GlobalPool("max", group=k["group"]),
     "global_group_max": lambda **k: GlobalPool("group_max", group=k["group"]),
 }
-NOT_BAND_LIMITED = ("sasa", "conv_valid")  # as they cannot be turned by less than 90°
+NOT_BAND_LIMITED = ("sasa", "sasa_exclude", "conv_valid")  # as they cannot be turned by less than 90°
+LIFTING = (LiftingConv2d, LiftingSelfConv2d)
 every_layer = pytest.mark.parametrize("name", LAYERS)
 every_group = pytest.mark.parametrize("group", [*ALL_GROUPS, C2], ids=str)
 every_layer_and_group = pytest.mark.parametrize(
@@ -117,7 +146,7 @@ def features(
     layer: nn.Module, group: str | Group, dtype: torch.dtype, size: tuple[int, int] = (6, 8)
 ) -> Tensor:
     order = len(get_group(group))
-    axis = () if order == 1 or isinstance(layer, LiftingConv2d) else (order,)
+    axis = () if order == 1 or isinstance(layer, LIFTING) else (order,)
     return torch.randn(2, 4, *axis, *size, dtype=dtype)
 
 
@@ -593,7 +622,7 @@ def test_bad_features_are_restated(name: str) -> None:
         with pytest.raises(ValueError, match=r"expects \[N, .*\]; got shape \[2, 4"):
             layer(torch.zeros(shape))
     if any(True for _ in layer.parameters()):
-        wrong = torch.zeros(2, 5, 6, 6) if isinstance(layer, LiftingConv2d) else torch.zeros(2, 5, 4, 6, 6)
+        wrong = torch.zeros(2, 5, 6, 6) if isinstance(layer, LIFTING) else torch.zeros(2, 5, 4, 6, 6)
         with pytest.raises(ValueError, match=r"expects \[N, 4, .*\]; got shape \[2, 5"):
             layer(wrong)
 

@@ -311,9 +311,10 @@ def operands(group: str = "z2") -> tuple[list[Tensor], Tensor, Tensor]:
 @pytest.mark.parametrize("group", ["z2", "p4"])
 def test_opcheck(group: str) -> None:
     features, table_k, table_v = operands(group)
-    torch.library.opcheck(numba_cpu.numba_forward, (features, table_k, table_v, 0.5, [1, 1], False))
+    torch.library.opcheck(numba_cpu.numba_forward, (features, table_k, table_v, 0.5, [1, 1], "zeros"))
     packed = torch.cat([f.detach() for f in features], 1).requires_grad_()
-    torch.library.opcheck(numba_cpu.numba_forward, ([packed], table_k, table_v, 0.5, [2, 1], True))
+    torch.library.opcheck(numba_cpu.numba_forward, ([packed], table_k, table_v, 0.5, [2, 1], "exclude"))
+    torch.library.opcheck(numba_cpu.numba_forward, ([packed], table_k, table_v, 0.5, [2, 1], "circular"))
 
 
 def test_no_gradient_for_what_needs_none() -> None:

@@ -46,6 +46,14 @@ def test_windows_on_groups_agree_with_the_reference(
     assert_close(case.gradients(backend=backend), case.expected("reference"))
 
 
+@pytest.mark.parametrize("backend", ["eager", "numba"])
+def test_gradients_of_many_copies_are_summed_before_they_are_rounded(backend: str) -> None:
+    """A circular map of two pixels is in every window many times over; sums in half precision would drift."""
+    halves = (torch.bfloat16, torch.bfloat16)
+    case = Case("p4", 2, (1, 1), 2, 5, (1, 2), dilation=2, padding_mode="circular", dtypes=halves)
+    assert_close(case.gradients(backend=backend), case.expected("reference"))
+
+
 @pytest.mark.parametrize("lifting", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("group", ALL_GROUPS, ids=str)

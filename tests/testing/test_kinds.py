@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from selfconv import create_model
-from selfconv.groups import IDENTITY, MIRROR, P4, Group, get_group
-from selfconv.models import ResNet
+from selfconv.groups import P4
 from selfconv.nn import GlobalPool, GroupConv2d, GroupPool, LiftingConv2d
 from selfconv.testing import assert_equivariant, audit, equivariance_error, transform
 
@@ -123,19 +121,3 @@ def test_bad_kinds_are_refused() -> None:
         equivariance_error(lambda t: t, x, "p4", outputs="vector")
     with pytest.raises(ValueError, match="inputs: expected some of"):
         audit(net(), 8, "p4", inputs="image")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "group", [Group("p2", (IDENTITY, ((-1, 0), (0, -1)))), Group("pm", (IDENTITY, MIRROR))], ids=str
-)
-def test_a_group_of_ones_own_works_in_models(group: Group, tmp_path: Any) -> None:
-    torch.manual_seed(0)
-    model = create_model("resnet29_asc", depth=11, widths=(4, 4, 4), num_heads=2, group=group).eval()
-    assert model.group == group
-    assert audit(model, 8).passed
-    model.save_pretrained(tmp_path)
-    again = ResNet.from_pretrained(tmp_path).eval()
-    x = torch.randn(1, 3, 8, 8)
-    assert again.group == group
-    torch.testing.assert_close(again(x), model(x))
-    assert create_model("resnet29_asc", group=get_group("p4")).config["group"] == "p4"

@@ -19,6 +19,7 @@ from selfconv.nn import (
     GroupConv2d,
     GroupPool,
     LiftingConv2d,
+    LiftingSelfConv2d,
     SpatialPool2d,
     SqueezeExcite,
 )
@@ -82,6 +83,27 @@ def test_assert_equivariant_lists_the_errors() -> None:
         assert_equivariant(nn.Conv2d(1, 1, 3, padding=1), x, "p4")
     with pytest.raises(AssertionError):
         assert_equivariant(lambda x: x * math.nan, x, "p4")
+
+
+def test_windows_that_skip_pixels_are_no_fault() -> None:
+    """A dilated window can reach over the border without a pixel on it, and depends on it all the same."""
+    torch.manual_seed(0)
+    dilated = AffineSelfConv2d(4, 4, 3, dilation=2, num_heads=2, group="p4")
+    models = [
+        (nn.Sequential(nn.Conv2d(3, 4, 3, padding=3, dilation=3), nn.ReLU()), "z2"),
+        (nn.Conv2d(3, 4, 3, stride=2, padding=2, dilation=2), "z2"),
+        (nn.Conv2d(3, 4, (3, 1), padding=(2, 0), dilation=(2, 1)), "z2"),
+        (nn.Sequential(LiftingSelfConv2d(3, 4, 3, dilation=3, num_heads=2, group="p4"), dilated), "p4"),
+    ]
+    for model, group in models:
+        found = audit(model, 24, group, in_channels=3)
+        assert found.passed, found.summary()
+        assert any(layer.shift is not None for layer in found.layers)
+    x = torch.randn(1, 3, 24, 24, dtype=torch.float64)
+    for model, _ in models[::3]:
+        assert shift_error(model.double(), x) == pytest.approx(0, abs=1e-12)
+        assert shift_error(nn.Sequential(model, PositionBias()), x) > 1e-2  # type: ignore[operator]
+    assert shift_error(models[0][0], x, frame=1) > 1e-2  # type: ignore[operator]
 
 
 def test_shift_error_ignores_the_border_and_nothing_else() -> None:

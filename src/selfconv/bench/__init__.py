@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from selfconv.bench.ops import Row
     from selfconv.bench.report import Results, read_results
     from selfconv.bench.run import run_bench
+    from selfconv.bench.windows import WindowRow
 else:
     __getattr__, __dir__ = lazy(
         __name__,
@@ -28,6 +29,16 @@ else:
         ops=["Row"],
         report=["Results", "read_results"],
         run=["run_bench"],
+        windows=["WindowRow"],
     )
 
-__all__ = ["BenchOptions", "InferenceRow", "ModelRow", "Results", "Row", "read_results", "run_bench"]
+__all__ = [
+    "BenchOptions",
+    "InferenceRow",
+    "ModelRow",
+    "Results",
+    "Row",
+    "WindowRow",
+    "read_results",
+    "run_bench",
+]

@@ -12,7 +12,7 @@ from torch import Tensor
 from selfconv.bench.measure import forward_pass, interleaved, peak_memory, training_pass
 from selfconv.groups import get_group
 from selfconv.nn import GroupConv2d
-from selfconv.ops import affine_self_conv_flops, affine_self_conv_packed
+from selfconv.ops import Window, affine_self_conv_flops, affine_self_conv_packed
 
 HEADS, KERNEL = 8, 5
 STAGES = ((16, 32), (32, 16), (64, 8))  # channels and map size of the ResNet's three stages
@@ -52,14 +52,22 @@ class Layer:
 
 
 def attention(
-    kind: str, backend: str | None, batch: int, channels: int, size: int, kernel: int, device: torch.device
+    kind: str,
+    backend: str | None,
+    batch: int,
+    channels: int,
+    size: int,
+    window: int | Window,
+    device: torch.device,
 ) -> Layer:
     """The operation itself, without its 1×1 maps, on features that lie packed as the layers make them.
 
     Args:
         kind: "asc", "sasa" or "p4 asc" (which has half the channels, on four planes).
         channels: of the planar layer.
+        window: or k, for k×k.
     """
+    window = Window((window, window)) if isinstance(window, int) else window
     group = get_group("p4" if kind.startswith("p4") else "z2")
     c = channels // 2 if len(group) > 1 else channels
     planes = () if len(group) == 1 else (len(group),)
@@ -69,21 +77,22 @@ def attention(
     def parameter(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device, requires_grad=True)
 
-    beta_k = parameter(c, kernel, kernel)
+    beta_k = parameter(c, *window.size)
     if kind == "sasa":
         filters = (None, beta_k, None, None)
     else:
-        psi = (c, *planes, kernel, kernel)
-        filters = (parameter(*psi), beta_k, parameter(*psi), parameter(c, kernel, kernel))  # type: ignore[assignment]
+        psi = (c, *planes, *window.size)
+        filters = (parameter(*psi), beta_k, parameter(*psi), parameter(c, *window.size))  # type: ignore[assignment]
 
     def run(x: Tensor) -> Tensor:
         return affine_self_conv_packed(
-            x, (c, c, c), *filters, num_heads=HEADS, group=group, kernel_size=kernel, backend=backend
-        )
+            x, (c, c, c), *filters, num_heads=HEADS, group=group, kernel_size=window.size,
+            dilation=window.dilation, padding_mode=window.padding_mode, backend=backend,
+        )  # fmt: skip
 
     features = (batch, c, *planes, size, size)
     shapes = [None if f is None else tuple(f.shape) for f in filters]
-    flops = affine_self_conv_flops(features, features, features, *shapes, kernel_size=kernel)
+    flops = affine_self_conv_flops(features, features, features, *shapes, kernel_size=window.size)
     return Layer(run, [f for f in filters if f is not None], x, flops, unfolds=backend == "eager")
 
 
@@ -148,12 +157,12 @@ def unfold_bytes(layer: Layer, direction: str) -> float:
     return copies * KERNEL**2 * layer.x.numel() / 3 * 4 * max(1, planes / 2)
 
 
-def check(kind: str, device: torch.device) -> float:
+def check(kind: str, device: torch.device, window: int | Window = KERNEL) -> float:
     """The largest relative error of the chosen kernel against the reference, in outputs and all gradients."""
     found = []
     for backend in (None, "reference"):
         torch.manual_seed(0)
-        layer = attention(kind, backend, 1, 16, 5, KERNEL, device)
+        layer = attention(kind, backend, 1, 16, 5, window, device)
         x = layer.x.detach().requires_grad_()
         out = layer.run(x)
         grad = torch.arange(out.numel(), device=device).reshape(out.shape).sin().to(out.dtype)

@@ -20,13 +20,16 @@ PAIRS = {  # model: its convolutional counterpart
 
 INFERENCE = ("resnet29", "resnet29_asc", "p4resnet29", "p4resnet29_asc")  # whose forms are compared
 
+Section = Literal["ops", "growth", "models", "inference", "windows"]
+
 
 @dataclass(frozen=True)
 class BenchOptions:
     """What to measure, and for how long."""
 
-    sections: tuple[Literal["ops", "growth", "models", "inference"], ...] = ("ops", "growth", "models")
-    """inference: trained networks as torch, optimised, exported with torch.export and in ONNX Runtime."""
+    sections: tuple[Section, ...] = ("ops", "growth", "models")
+    """inference: trained networks as torch, optimised, exported with torch.export and in ONNX Runtime.
+    windows: rectangles, dilation and borders beside square windows, as time per tap."""
     device: str = "cpu"
     """cpu, or cuda, which uses the Triton kernels."""
     threads: int | None = None

@@ -17,12 +17,15 @@ from selfconv._version import __version__
 from selfconv.bench.inference import TOLERANCE, InferenceRow
 from selfconv.bench.models import ModelRow
 from selfconv.bench.ops import KEPT, OPERATION, Row
+from selfconv.bench.windows import WindowRow
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 # Okabe and Ito's colours, told apart by everyone
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+
+AnyRow = Row | ModelRow | InferenceRow | WindowRow
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,11 @@ class Results:
     ops: list[Row]
     models: list[ModelRow]
     inference: list[InferenceRow] = field(default_factory=list)
+    windows: list[WindowRow] = field(default_factory=list)
+
+    def add(self, row: AnyRow) -> None:
+        kinds = {Row: self.ops, ModelRow: self.models, InferenceRow: self.inference, WindowRow: self.windows}
+        kinds[type(row)].append(row)  # type: ignore[attr-defined]
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -84,6 +92,7 @@ def joined(earlier: Results, later: Results) -> Results:
         base,
         models=later.models or earlier.models,
         inference=later.inference or earlier.inference,
+        windows=later.windows or earlier.windows,
     )
 
 
@@ -176,6 +185,23 @@ def inference_table(results: Results, batch: int) -> tuple[list[str], list[list[
     return ["", *found], lines
 
 
+def window_table(results: Results) -> tuple[list[str], list[list[str]]]:
+    """A window a line, a shape and direction a column: µs per tap, and how many times the squares'."""
+    cells = {(r.window, r.channels, r.size, r.direction): r for r in results.windows}
+    columns = list(dict.fromkeys((r.channels, r.size, r.direction) for r in results.windows))
+    lines = []
+    for window, taps in dict.fromkeys((r.window, r.taps) for r in results.windows):
+        found = [cells[(window, *column)] for column in columns]
+        shown = [
+            "-"
+            if r.milliseconds is None or r.ratio is None
+            else f"{1e3 * r.milliseconds / taps:.0f} ({r.ratio:.2f}x)"
+            for r in found
+        ]
+        lines.append([window, str(taps), *shown])
+    return ["window", "taps", *(f"{c} on {n}², {direction}" for c, n, direction in columns)], lines
+
+
 def sections(results: Results) -> list[tuple[str, tuple[list[str], list[list[str]]]]]:
     """Every table with its title."""
     found = []
@@ -189,6 +215,10 @@ def sections(results: Results) -> list[tuple[str, tuple[list[str], list[list[str
                 found.append((title, detail_table(results, batch)))
     for section in growth_sections(results):
         found.append((f"{section.capitalize()}, forward+backward", growth_table(results, section)))
+    if results.windows:
+        batch = results.windows[0].batch
+        title = f"Windows, batch {batch}, one thread: µs per tap (times square windows of as many taps)"
+        found.append((title, window_table(results)))
     for direction in dict.fromkeys(r.direction for r in results.models):
         batch = results.models[0].batch
         found.append((f"Networks, batch {batch}, {direction}", model_table(results, direction)))
@@ -219,11 +249,20 @@ def _notes(results: Results) -> list[str]:
         for r in results.inference
         if not r.error <= TOLERANCE
     ]
-    return wrong + [
-        f"{r.contender}, {r.channels} channels on {r.size}², batch {r.batch}, {r.direction}: {r.note}"
-        for r in results.ops
-        if r.note
-    ]
+    return (
+        wrong
+        + [
+            f"{r.contender}, {r.channels} channels on {r.size}², batch {r.batch}, {r.direction}: {r.note}"
+            for r in results.ops
+            if r.note
+        ]
+        + [
+            f"{r.window}, {r.channels} channels on {r.size}², {r.direction}: disagrees with the reference by "
+            f"{r.error:.1e}: no figure"
+            for r in results.windows
+            if r.milliseconds is None
+        ]
+    )
 
 
 def _context(results: Results) -> str:
@@ -249,7 +288,10 @@ def markdown(results: Results, figures: Sequence[str]) -> str:
         "of unfolding. The stages are timed a second time with a caching allocator (freed memory is not",
         "returned to the system), as `selfconv train` runs; the networks are timed that way, too.",
         "Inference compares the forms of a network that [can be deployed](deploy.md), after a check that",
-        "their logits agree with the network as trained to 1e-4 of the largest.",
+        "their logits agree with the network as trained to 1e-4 of the largest. Windows of other shapes",
+        "(`--sections windows`, CPU time on one thread) are compared with the time that square windows of",
+        "as many taps would take, on a line between the nearest two of them, because the part of a call",
+        "that does not grow with the window is shared by more taps where the window is larger.",
         "",
         f"Measured on: {_context(results)}.",
         "",

@@ -12,9 +12,10 @@ from selfconv._memory import keep_memory
 from selfconv.bench.inference import InferenceRow, measure_inference
 from selfconv.bench.measure import matmul_rate
 from selfconv.bench.models import ModelRow, measure_models
-from selfconv.bench.ops import KEPT, LARGE, STAGES, Row, measure_growth, measure_ops
+from selfconv.bench.ops import KEPT, LARGE, STAGES, measure_growth, measure_ops
 from selfconv.bench.options import INFERENCE, PAIRS, BenchOptions
-from selfconv.bench.report import Results, joined, machine, print_tables, read_results, write_results
+from selfconv.bench.report import AnyRow, Results, joined, machine, print_tables, read_results, write_results
+from selfconv.bench.windows import WindowRow, measure_windows
 
 
 def run_bench(options: BenchOptions) -> Results:
@@ -32,12 +33,9 @@ def run_bench(options: BenchOptions) -> Results:
         torch.set_num_threads(options.threads)
     try:
         with console.status("the machine's matrix product") as status:
-            results = Results(machine(device), matmul_rate(device), [], [], [])
+            results = Results(machine(device), matmul_rate(device), [], [])
             for row in _rows(options, device):
-                if isinstance(row, InferenceRow):
-                    results.inference.append(row)
-                else:
-                    (results.models if isinstance(row, ModelRow) else results.ops).append(row)  # type: ignore[arg-type]
+                results.add(row)
                 status.update(_describe(row))
                 if not console.is_terminal:  # where a spinner would not show
                     console.print(_describe(row), highlight=False, soft_wrap=True)
@@ -57,7 +55,7 @@ def _read_earlier(out: Path | None) -> Results | None:
     return read_results(path) if path is not None and path.is_file() else None
 
 
-def _rows(options: BenchOptions, device: torch.device) -> Iterator[Row | ModelRow | InferenceRow]:
+def _rows(options: BenchOptions, device: torch.device) -> Iterator[AnyRow]:
     seconds = min(options.seconds, 0.3) if options.quick else options.seconds
     if "ops" in options.sections:
         shapes = STAGES if options.quick else STAGES + LARGE
@@ -73,16 +71,20 @@ def _rows(options: BenchOptions, device: torch.device) -> Iterator[Row | ModelRo
     if "inference" in options.sections:
         names = ("resnet29", "resnet29_asc") if options.quick else INFERENCE
         yield from measure_inference(names, 4 * len(names) * seconds)
+    if "windows" in options.sections:
+        torch.set_num_threads(1)  # until the end of the run
+        yield from measure_windows(max(options.batch), 4 * seconds, device)
 
 
-def _describe(row: Row | ModelRow | InferenceRow) -> str:
+def _describe(row: AnyRow) -> str:
     if isinstance(row, InferenceRow):
         shown = "-" if row.milliseconds is None else f"{row.milliseconds:.1f} ms"
         return f"{row.model}, {row.form}, batch {row.batch}: {shown}"
     if isinstance(row, ModelRow):
         return f"{row.model}, {row.direction}: {row.milliseconds:.0f} ms"
     shown = "-" if row.milliseconds is None else f"{row.milliseconds:.2f} ms"
-    return f"{row.contender}, {row.channels} channels on {row.size}², batch {row.batch}: {shown}"
+    name = row.window if isinstance(row, WindowRow) else row.contender
+    return f"{name}, {row.channels} channels on {row.size}², batch {row.batch}: {shown}"
 
 
 def _check(options: BenchOptions) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -22,10 +24,18 @@ class ConvNorm(nn.Sequential):
     conv: nn.Module
     norm: nn.Module
 
-    def __init__(self, conv: nn.Module, channels: int, group: str | Group = "z2") -> None:
+    def __init__(
+        self,
+        conv: nn.Module,
+        channels: int,
+        group: str | Group = "z2",
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.conv = conv
-        self.norm = GroupBatchNorm(channels, group=group)
+        self.norm = GroupBatchNorm(channels, group=group, device=device, dtype=dtype)
 
 
 class Bottleneck(nn.Module):
@@ -57,22 +67,33 @@ class Bottleneck(nn.Module):
         zero_gamma: bool = True,
         downsample: Downsample = "pool",
         group: str | Group = "z2",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_sizes(type(self).__name__, in_channels=in_channels, width=width, stride=stride)
-        group = get_group(group)
-        out_channels = self.expansion * width
-        conv = partial(GroupConv2d, bias=False, group=group, downsample=downsample)
-        spatial = partial(_self_conv, group) if spatial is None else spatial
-        self.reduce = ConvNorm(conv(in_channels, width, 1), width, group)
-        self.spatial = ConvNorm(spatial(width, stride), width, group)
-        self.expand = ConvNorm(conv(width, out_channels, 1), out_channels, group)
+        self.group = get_group(group)
+        self.in_channels, self.out_channels, self.stride = in_channels, self.expansion * width, stride
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+
+        def norm(conv: nn.Module, channels: int) -> ConvNorm:
+            return ConvNorm(conv, channels, self.group, **factory)
+
+        def pointwise(channels: int, out: int, stride: int = 1) -> ConvNorm:
+            options: dict[str, Any] = {"group": self.group, "downsample": downsample} | factory
+            return norm(GroupConv2d(channels, out, 1, stride, bias=False, **options), out)
+
+        spatial = partial(_self_conv, self.group) if spatial is None else spatial
+        self.reduce = pointwise(in_channels, width)
+        self.spatial = norm(spatial(width, stride).to(**factory), width)
+        self.expand = pointwise(width, self.out_channels)
         self.se: nn.Module = nn.Identity()
         if squeeze_excite:
-            self.se = SqueezeExcite(out_channels, max(1, 16 // len(group)), group=group)
+            reduction = max(1, 16 // len(self.group))
+            self.se = SqueezeExcite(self.out_channels, reduction, group=self.group, **factory)
         self.shortcut: nn.Module = nn.Identity()
-        if stride > 1 or in_channels != out_channels:
-            self.shortcut = ConvNorm(conv(in_channels, out_channels, 1, stride), out_channels, group)
+        if stride > 1 or in_channels != self.out_channels:
+            self.shortcut = pointwise(in_channels, self.out_channels, stride)
         if zero_gamma:  # attention is unstable in the first epochs: every block starts as its shortcut
             nn.init.zeros_(self.expand.norm.weight)  # type: ignore[arg-type]
 

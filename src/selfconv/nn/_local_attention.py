@@ -93,6 +93,16 @@ class LocalAttention2d(nn.Module):
         return rows if rows == columns else (rows, columns)
 
     @property
+    def dilation(self) -> int | Pair:
+        """The distance between neighbours, or that of (rows, columns) where they differ."""
+        rows, columns = self.window.dilation
+        return rows if rows == columns else (rows, columns)
+
+    @property
+    def padding_mode(self) -> PaddingMode:
+        return self.window.padding_mode
+
+    @property
     def domain(self) -> Group:
         """The group of the input."""
         return self.group
@@ -246,11 +256,10 @@ class LocalAttention2d(nn.Module):
         parts = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"]
         if self.stride > 1:
             parts.append(f"stride={self.stride}")
-        if self.window.dilation != (1, 1):
-            rows, columns = self.window.dilation
-            parts.append(f"dilation={rows if rows == columns else (rows, columns)}")
-        if self.window.padding_mode != "zeros":
-            parts.append(f"padding_mode={self.window.padding_mode!r}")
+        if self.dilation != 1:
+            parts.append(f"dilation={self.dilation}")
+        if self.padding_mode != "zeros":
+            parts.append(f"padding_mode={self.padding_mode!r}")
         if self.key_channels != self.out_channels:
             parts.append(f"key_channels={self.key_channels}")
         if self.psi != "channel":

@@ -14,6 +14,7 @@ from selfconv._resample import round_mask
 from selfconv.groups import Group, get_group
 from selfconv.testing.kinds import Kind, as_tuple, check_kinds, transform
 from selfconv.testing.waves import Waves
+from selfconv.testing.windows import largest_dilation
 
 Function = Callable[[Tensor], Tensor]
 
@@ -108,7 +109,9 @@ def centre_error(
 
 
 @torch.no_grad()
-def shift_error(module: Function, x: Tensor, shift: int = 1, stride: int = 1) -> float | None:
+def shift_error(
+    module: Function, x: Tensor, shift: int = 1, stride: int = 1, frame: int | None = None
+) -> float | None:
     """The error when x is shifted by ``shift`` cells down and right, for outputs independent of the border.
 
     Zero padding makes the border different from the interior, so only outputs that do not depend on it are
@@ -119,12 +122,17 @@ def shift_error(module: Function, x: Tensor, shift: int = 1, stride: int = 1) ->
     Args:
         shift: a multiple of ``stride``.
         stride: the downsampling factor of the module.
+        frame: how many rows and columns at the border are changed. A window that reaches over the border must
+            meet them, so it has to be as large as the largest dilation, on maps that were downsampled times
+            the stride. By default that of the module's layers.
     """
     if shift % stride or shift < 1:
         raise ValueError(f"shift: expected a positive multiple of stride={stride}; got {shift}")
+    if frame is None:
+        frame = stride * largest_dilation(module)
     y = module(x)
     border = torch.ones_like(x[0, 0], dtype=torch.bool)
-    border[..., 1 : x.shape[-2] - 1 - shift, 1 : x.shape[-1] - 1 - shift] = False
+    border[..., frame : x.shape[-2] - frame - shift, frame : x.shape[-1] - frame - shift] = False
     interior = torch.ones(y.shape[-2:], dtype=torch.bool, device=y.device)
     for disturbed in (torch.where(border, x + 1, x), x.masked_fill(border, math.nan)):
         interior &= (module(disturbed) == y).flatten(0, -3).all(0)  # [h, w]

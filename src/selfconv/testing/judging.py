@@ -34,7 +34,7 @@ from selfconv.testing.layer_runs import (
     record,
     run_observed,
 )
-from selfconv.testing.windows import sampling
+from selfconv.testing.windows import largest_dilation, sampling
 
 BETWEEN = "its input does not turn with the image: a function before it, outside any layer, breaks it"
 PLACES = "it treats places differently: its output does not move with its input"
@@ -223,7 +223,7 @@ def _layer_shift_error(call: LayerCall) -> float | None:
     maps = min(x.dim(), y.dim()) >= 4 and x.shape[-2] == x.shape[-1]  # or else channels may be last
     if not maps or min(x.shape[-2:]) < 2 * stride + 2 or x.shape[-1] < stride * y.shape[-1]:
         return None
-    return shift_error(function, x, stride, stride)
+    return shift_error(function, x, stride, stride, frame=largest_dilation(call.module))
 
 
 def as_function(call: LayerCall) -> tuple[Tensor | None, Function]:

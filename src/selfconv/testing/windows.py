@@ -1,4 +1,4 @@
-"""Layers that sample a map: window, step and padding."""
+"""Layers that sample a map: window, step, padding and dilation."""
 
 from __future__ import annotations
 
@@ -29,6 +29,15 @@ def sampling(module: nn.Module) -> tuple[int, int, int] | None:
     if window is None or dilation is None or padding is None:
         return None
     return dilation * (window - 1) + 1, stride, padding
+
+
+def largest_dilation(function: object) -> int:
+    """The largest distance between neighbours in a window of a module's layers; 1 for other functions."""
+    layers = function.modules() if isinstance(function, nn.Module) else ()
+    found = [1]
+    for dilation in (getattr(layer, "dilation", 1) for layer in layers):
+        found += [d for d in (dilation if isinstance(dilation, tuple) else (dilation,)) if isinstance(d, int)]
+    return max(found)
 
 
 def _first(value: Any) -> int | None:

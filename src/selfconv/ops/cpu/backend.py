@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -29,12 +29,12 @@ from selfconv.ops._transforms import (
     refuse_tangents,
     register_vmap,
 )
-from selfconv.ops._window import Window
+from selfconv.ops._window import PaddingMode, Window
 from selfconv.ops.cpu import kernels
+from selfconv.ops.cpu.borders import features_like, repeat_border, sum_border
 from selfconv.ops.cpu.simd import PART_BYTES, PARTS
 from selfconv.ops.cpu.threads import num_threads, run_workers
 from selfconv.ops.cpu.tiles import COUNTERS, MAP, MAPS, Map, Sizes
-from selfconv.ops.eager import pad_circular
 
 TASKS = 16  # as many as are worth sharing out: fewer are cut into strips of rows
 SHAPES = 64  # whose argument blocks a layer keeps, at most
@@ -42,15 +42,11 @@ SHAPES = 64  # whose argument blocks a layer keeps, at most
 
 def run(call: Call) -> Tensor:
     dtype = call.compute_dtype
-    window = call.window
-    if window.padding_mode == "circular":
-        features = [call.query, *(pad_circular(f, window.reach) for f in (call.key, call.value))]
-    else:
-        features = [call.query, call.key, call.value] if call.packed is None else [call.packed]
+    features = [call.query, call.key, call.value] if call.packed is None else [call.packed]
     table_k, table_v = signed_tables(call)
     out, _ = torch.ops.selfconv.numba_forward(
-        [f.to(dtype) for f in features], table_k, table_v, abs(call.scale), list(window.dilation),
-        window.padding_mode == "exclude",
+        [f.to(dtype) for f in features], table_k, table_v, abs(call.scale), list(call.window.dilation),
+        call.window.padding_mode,
     )  # fmt: skip
     return out.to(call.value.dtype)
 
@@ -95,14 +91,6 @@ def _interior(f: Tensor, q: Tensor) -> Tensor:
     return f if (rows, columns) == (h, w) else f[..., (rows - h) // 2 :, (columns - w) // 2 :][..., :h, :w]
 
 
-def _features_like(x: Tensor, channels: int, planes: int) -> Tensor:
-    """Unwritten features in the memory order of x: channels innermost, or contiguous."""
-    n, _, _, h, w = x.shape
-    if x.stride(1) == 1:
-        return x.new_empty(n, h, w, planes, channels).permute(0, 4, 3, 1, 2)
-    return x.new_empty(n, channels, planes, h, w)
-
-
 @torch.library.custom_op("selfconv::numba_forward", mutates_args=(), device_types="cpu")
 def numba_forward(
     features: Sequence[Tensor],
@@ -110,20 +98,20 @@ def numba_forward(
     table_v: Tensor,
     scale: float,
     dilation: Sequence[int],
-    exclude: bool,
+    padding_mode: str,
 ) -> tuple[Tensor, Tensor]:
     """The aggregated values and the log2-sum-exp2 of the scores, [N, heads, P, h, w].
 
     Args:
-        features: q, k and v, or one tensor of all three. k and v may go on beyond q on every side as far as
-            the window reaches; else they are zero there.
+        features: q, k and v, or one tensor of all three.
         dilation: of rows and of columns.
-        exclude: whether neighbours outside the image are left out of the softmax.
     """
     refuse_tangents()
     q, k, v = _split(features, table_k, table_v)
     out, lse = _outputs(q, v, table_k, table_v)
-    tiling = _tiling(q, k, table_k, table_v, dilation, exclude, walks=1)
+    window = _window(table_k, dilation, padding_mode)
+    k, v = _neighbours(k, v, window)
+    tiling = _tiling(q, table_k, table_v, window, walks=1)
     _run(kernels.forward_worker, tiling, (q, k, v, out, lse), (), table_k, table_v, scale)
     return out, lse
 
@@ -137,10 +125,15 @@ def _(features: Sequence[Tensor], table_k: Tensor, table_v: Tensor, *rest: Any) 
 def _outputs(q: Tensor, v: Tensor, table_k: Tensor, table_v: Tensor) -> tuple[Tensor, Tensor]:
     n, _, planes, h, w = q.shape
     channels = table_v.shape[0] * table_v.shape[2]
-    padded = v.shape[-2:] != q.shape[-2:]  # and so contiguous
-    return _features_like(q if padded else v, channels, planes), q.new_empty(
-        n, table_k.shape[0], planes, h, w
-    )
+    return features_like(v, channels, (h, w), planes), q.new_empty(n, table_k.shape[0], planes, h, w)
+
+
+def _neighbours(k: Tensor, v: Tensor, window: Window) -> tuple[Tensor, Tensor]:
+    """Keys and values as the kernels read them: beyond the border too, if the image is circular."""
+    if window.padding_mode != "circular" or window.reach == (0, 0) or not k.numel():
+        return k, v
+    keys = repeat_border(k, window.reach)
+    return keys, keys if v is k else repeat_border(v, window.reach)
 
 
 @torch.library.custom_op("selfconv::numba_backward", mutates_args=(), device_types="cpu")
@@ -152,17 +145,29 @@ def numba_backward(
     lse: Tensor,
     scale: float,
     dilation: Sequence[int],
-    exclude: bool,
+    padding_mode: str,
 ) -> tuple[list[Tensor], Tensor, Tensor]:
     """The gradients of the features, shaped as they were given, and of the two tables."""
     refuse_tangents()
     q, k, v = _split(features, table_k, table_v)
     d_features = _gradients(features)
-    tiling = _tiling(q, k, table_k, table_v, dilation, exclude, walks=2)
+    d_q, d_k, d_v = _split(d_features, table_k, table_v)
+    window = _window(table_k, dilation, padding_mode)
+    k, v = _neighbours(k, v, window)
+    repeated = k.shape[-2:] != q.shape[-2:]
+    d_keys, d_values = d_k, d_v
+    if repeated:
+        d_keys = torch.empty_like(k)
+        d_values = d_keys if d_v is d_k else torch.empty_like(v)
+    tiling = _tiling(q, table_k, table_v, window, walks=2)
     # added up in one order, whatever threads there were: the same bits every time
     d_table_k, d_table_v = (table.new_zeros(tiling.shares, *table.shape) for table in (table_k, table_v))
-    maps = (q, k, v, grad, lse, *_split(d_features, table_k, table_v))
+    maps = (q, k, v, grad, lse, d_q, d_keys, d_values)
     _run(kernels.backward_worker, tiling, maps, (d_table_k, d_table_v), table_k, table_v, scale)
+    if repeated:
+        sum_border(d_keys, window.reach, d_k)
+        if d_v is not d_k:
+            sum_border(d_values, window.reach, d_v)
     return d_features, d_table_k.sum(0), d_table_v.sum(0)
 
 
@@ -174,7 +179,7 @@ def _(
 
 
 def _gradients(features: Sequence[Tensor]) -> list[Tensor]:
-    return [_features_like(f, f.shape[1], f.shape[2]) for f in features]
+    return [features_like(f, f.shape[1], (f.shape[-2], f.shape[-1])) for f in features]
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -228,36 +233,31 @@ class Tiling(NamedTuple):
     scratch: tuple[int, int]  # threads, and numbers for each
 
 
-def _tiling(
-    q: Tensor,
-    k: Tensor,
-    table_k: Tensor,
-    table_v: Tensor,
-    dilation: Sequence[int],
-    exclude: bool,
-    walks: int,
-) -> Tiling:
+def _window(table: Tensor, dilation: Sequence[int], padding_mode: str) -> Window:
+    *_, rows, columns, _ = table.shape
+    return Window((rows, columns), (dilation[0], dilation[1]), cast(PaddingMode, padding_mode))
+
+
+def _tiling(q: Tensor, table_k: Tensor, table_v: Tensor, window: Window, walks: int) -> Tiling:
     n, _, planes, h, w = q.shape
-    heads, _, c_k, *size, r1 = table_k.shape
-    window = Window((size[0], size[1]), (dilation[0], dilation[1]))
+    heads, _, c_k, *_, r1 = table_k.shape
     return make_tiling(
-        n, planes, h, w, heads, c_k, table_v.shape[2], window, k.shape[-2:] != q.shape[-2:], exclude, r1 - 1,
-        q.element_size(), walks, num_threads(),
-    )  # fmt: skip
+        n, planes, h, w, heads, c_k, table_v.shape[2], window, r1 - 1, q.element_size(), walks, num_threads()
+    )
 
 
 @lru_cache(maxsize=256)
 def make_tiling(
-    n: int, planes: int, h: int, w: int, heads: int, c_k: int, c_v: int, window: Window, padded: bool,
-    exclude: bool, order: int, itemsize: int, walks: int, threads: int,
+    n: int, planes: int, h: int, w: int, heads: int, c_k: int, c_v: int, window: Window, order: int,
+    itemsize: int, walks: int, threads: int,
 ) -> Tiling:  # fmt: skip
     """
     Tasks depend on shapes alone, and so do the bits of the result: threads only share them out.
 
     Args:
-        padded: whether keys and values go on beyond the image.
         walks: how many windows' reach a strip of rows needs of its neighbours: one forwards, two backwards.
     """
+    padded, exclude = window.padding_mode == "circular", window.padding_mode == "exclude"
     lanes, taps, (border, margin) = PART_BYTES // itemsize, window.taps, window.reach
     lane_heads = math.gcd(heads, lanes)
     lane_images, head_blocks = lanes // lane_heads, heads // lane_heads
@@ -370,7 +370,7 @@ class PreparedForward:
 
     def __call__(self, packed: Tensor, table_k: Tensor, table_v: Tensor) -> Tensor:
         n, _, planes, h, w = packed.shape
-        out = _features_like(packed, table_v.shape[0] * table_v.shape[2], planes)
+        out = features_like(packed, table_v.shape[0] * table_v.shape[2], (h, w))
         lse = packed.new_empty(n, table_k.shape[0], planes, h, w)
         if out.numel() == 0:
             return out
@@ -396,7 +396,7 @@ class PreparedForward:
         self, packed: Tensor, out: Tensor, lse: Tensor, table_k: Tensor, table_v: Tensor
     ) -> tuple[np.ndarray, Tiling, Any, list[int]]:
         q, k, v = _split([packed], table_k, table_v)
-        tiling = _tiling(q, k, table_k, table_v, (1, 1), False, walks=1)
+        tiling = _tiling(q, table_k, table_v, _window(table_k, (1, 1), "zeros"), walks=1)
         scratch = packed.new_empty(0)
         block, lanes = argument_block(tiling, (q, k, v, out, lse), (), table_k, table_v, scratch, self.scales)
         dtype = "float32" if q.dtype == torch.float32 else "float64"

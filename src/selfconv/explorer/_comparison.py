@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from selfconv.data import DataError, Dataset, as_bytes, fit, load_data, normalise
-from selfconv.groups import P4
+from selfconv.groups import P4, Group
 from selfconv.models import list_models
 from selfconv.testing import relative_error, transform
 from selfconv.train import open_data
@@ -111,17 +111,18 @@ class Comparison:
             seen.occlusion = occlusion_maps(self.models[model].model, self._normalised(model, image[None]))
         return seen.occlusion
 
-    def answers(self, model: int, images: NDArray[np.uint8]) -> NDArray[np.int64]:
-        """The predicted classes of images ``[N, C, size, size]``."""
+    def answers(self, model: int, images: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """The probabilities ``[N, num_classes]`` of images ``[N, C, size, size]``, not to be remembered."""
         with torch.no_grad():
-            return self.models[model].model(self._normalised(model, images)).argmax(1).numpy(force=True)
+            outputs = self.models[model].model(self._normalised(model, images))
+        return outputs.float().softmax(1).numpy(force=True)
 
     def first_sample(self) -> int:
         """The sample to begin with: all models know it, and turning it deceives the most of them."""
 
         def telling(sample: SampleImage) -> tuple[int, int]:
             turned = np.stack([np.rot90(sample.image, quarters, (1, 2)) for quarters in range(4)])
-            found = [self.answers(model, turned) for model in range(len(self.models))]
+            found = [self.answers(model, turned).argmax(1) for model in range(len(self.models))]
             right = [[self.class_names[n] == sample.label for n in of_model] for of_model in found]
             return sum(of_model[0] for of_model in right), sum(
                 not ok for of_model in right for ok in of_model
@@ -277,6 +278,15 @@ def network_title(trained: TrainedModel) -> str:
     }
     spatial = str(trained.model.config["spatial"])
     return f"{kind(trained)} network, {layers.get(spatial, 'affine self convolution')}"
+
+
+def symmetry_in_words(group: Group) -> str:
+    """For which changes of the image a network on this group is built."""
+    if len(group) == 1:
+        return "Built for shifts alone: a turned image is another image to it."
+    turns = sum(a * d - b * c > 0 for (a, b), (c, d) in group.matrices)
+    parts = ["shifts"] + [f"turns by {360 / turns:g}°"] * (turns > 1) + ["mirroring"] * (turns < len(group))
+    return f"Built for {', '.join(parts[:-1])} and {parts[-1]}."
 
 
 def layer_title(name: str) -> str:

@@ -101,7 +101,9 @@ class Guard:
                 async with asyncio.timeout_at(end):
                     message = await receive()
             except TimeoutError:
-                raise Refused(408, f"expected the whole request within {self.max_seconds:g} seconds") from None
+                raise Refused(
+                    408, f"expected the whole request within {self.max_seconds:g} seconds"
+                ) from None
             received += len(message.get("body", b""))
             if received > limit:  # whatever its header said
                 raise Refused(413, "too large")

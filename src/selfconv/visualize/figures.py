@@ -194,8 +194,8 @@ def _group_pixel(image: Tensor, view: PixelView, channel: int) -> Figure:
     )
     conclude(
         figure,
-        "Each plane applies the template, turned to its orientation, to the same neighbourhood V, and attends "
-        "to places of its own: the rows differ because the image has a direction here.",
+        "Each plane applies the template, turned to its orientation, to the same neighbourhood V, and "
+        "attends to places of its own: the rows differ because the image has a direction here.",
     )
     return figure
 

@@ -116,9 +116,9 @@ function shape(tag, attributes, text = "") {
   return made;
 }
 
-// Lines over x: {name, style, dashed, points: [[x, y], …], background: more points, drawn faintly}.
+// Lines over x: {name for the legend, style, dashed, points: [[x, y], …], background: more points, drawn faintly}.
 export function chart({title, lines, xs, ys, xName, now, format = (y) => y, label}) {
-  const [width, height, left, right, top, bottom] = [340, title ? 190 : 165, 38, 12, title ? 36 : 22, 34];
+  const [width, height, left, right, top, bottom] = [340, title ? 190 : 155, 38, 12, title ? 36 : 8, 34];
   const svg = shape("svg", {viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label});
   const x = (v) => left + ((v - xs[0]) / (xs.at(-1) - xs[0] || 1)) * (width - left - right);
   const y = (v) => height - bottom - ((v - ys[0]) / (ys.at(-1) - ys[0])) * (height - top - bottom);
@@ -133,10 +133,12 @@ export function chart({title, lines, xs, ys, xName, now, format = (y) => y, labe
   if (now !== undefined) svg.append(shape("line", {class: "now", x1: x(now), x2: x(now), y1: top, y2: height - bottom}));
   let place = left;
   for (const {name, style, dashed, points, background = []} of lines) {
-    const legend = {x1: place, x2: place + 18, y1: top - 12, y2: top - 12, class: style, "stroke-width": 2};
     const dash = dashed ? {"stroke-dasharray": "5 3"} : {};
-    svg.append(shape("line", {...legend, ...dash}), shape("text", {x: place + 22, y: top - 8}, name));
-    place += 34 + 6.3 * name.length;
+    if (name) {
+      const legend = {x1: place, x2: place + 18, y1: top - 12, y2: top - 12, class: style, "stroke-width": 2};
+      svg.append(shape("line", {...legend, ...dash}), shape("text", {x: place + 22, y: top - 8}, name));
+      place += 34 + 6.3 * name.length;
+    }
     const path = (all) => all.map(([a, b]) => `${x(a).toFixed(1)},${y(b).toFixed(1)}`).join(" ");
     svg.append(shape("polyline", {class: `${style} faint`, points: path(background), ...dash}));
     svg.append(shape("polyline", {class: style, points: path(points), ...dash}));

@@ -6,7 +6,13 @@ const $ = (id) => document.getElementById(id);
 const [ANSWER, NOTHING, RUNNER_UP] = [-1, -1, -2];  // choices beside the classes
 const percent = (p) => `${(100 * p).toFixed(1)}%`;
 const best = (p) => p.indexOf(Math.max(...p));
-const style = (model) => (model.kind === "planar" ? "planar" : "group");
+
+// Planar networks and those on a group have colours of their own; a further one of its kind has another.
+function style(model) {
+  const planar = ({kind}) => kind === "planar";
+  const alike = about.models.filter((other) => planar(other) === planar(model));
+  return `${planar(model) ? "planar" : "group"}-${alike.indexOf(model) % 3}`;
+}
 
 let about;  // what the server said at the start: models, classes, samples, layers
 const chosen = {image: 0, angle: 0, home: [0, 0], layer: 0, head: 0, channel: 0};
@@ -82,7 +88,8 @@ async function lookAround() {
   if (lookAround.of === mine) return;
   lookAround.of = mine;
   try {
-    for (let angle = -180; angle <= 180 && mine === around; angle += 15) {
+    for (let step = 0; step <= 24 && mine === around; step++) {
+      const angle = 15 * Math.ceil(step / 2) * (step % 2 ? 1 : -1);  // to both sides of upright
       if (mine.has(angle)) continue;
       mine.set(angle, (await ask("/api/answer", JSON.stringify({...chosen, angle}))).models);
       if (mine === around && angle % 45 === 0) drawCurve();
@@ -166,7 +173,7 @@ function placeFrames([row, column]) {
 
 function card(model, n, ...children) {
   const title = node("h3", {}, model.name, " ", node("small", {}, model.title));
-  return node("article", {class: "card", "data-kind": model.kind, "data-model": n}, title, ...children);
+  return node("article", {class: `card ${style(model)}`, "data-model": n}, title, ...children);
 }
 
 function truthMark(p) {
@@ -184,7 +191,7 @@ function answerLine(p) {
 function drawVerdicts() {
   $("verdicts").replaceChildren(...about.models.map((model, n) => {
     const p = shown.models[n].probabilities;
-    return node("li", {"data-kind": model.kind}, node("span", {class: "name"}, `${model.name}:`),
+    return node("li", {class: style(model)}, node("span", {class: "name"}, `${model.name}:`),
       node("span", {class: "value"}, `${about.classes[best(p)]}, ${percent(p[best(p)])}`, ...truthMark(p)));
   }));
 }
@@ -314,7 +321,7 @@ function drawCurve() {
   const lines = about.models.map((model, n) => {
     const background = known.map(([angle, models]) => [angle, models[n][curveClass]]);
     const points = background.filter(([angle]) => turned[0] <= angle && angle <= turned[1]);
-    return {name: model.name, style: style(model), dashed: style(model) === "planar", points, background};
+    return {style: style(model), dashed: model.kind === "planar", points, background};
   });
   const now = about.models.map((model, n) => `${model.name} ${percent(shown.models[n].probabilities[curveClass])}`);
   $("curve").replaceChildren(chart({lines, xs: [-180, -90, 0, 90, 180], ys: [0, 0.5, 1], xName: "degrees",
@@ -330,7 +337,7 @@ function trainingCard(model, n, seen) {
   const images = node("div", {class: "seen", role: "img", "aria-label": `${seen.images.length} training images`});
   images.append(...seen.images.map((image) => photo(node("canvas"), image, about.channels)));
   const charts = [["Loss", "loss", null], ["Accuracy", "accuracy", 1]].map(([title, what, top]) => {
-    const lines = [["training", "train", "group"], ["validation", "val", "planar"]].map(([name, key, look]) => ({
+    const lines = [["training", "train", "group-0"], ["validation", "val", "planar-0"]].map(([name, key, look]) => ({
       name, style: look, dashed: key === "val", points: seen.metrics.map((row) => [row.epoch, row[`${key}_${what}`]])
         .filter(([, value]) => value !== null && value !== undefined)}));
     const values = lines.flatMap(({points}) => points.map(([, value]) => value));

@@ -423,16 +423,18 @@ def test_broken_requests_leave_no_error(server: Server) -> None:
 
 
 def test_many_requests_at_once(server: Server) -> None:
-    """Each gets the answer to its own question."""
+    """Each gets the answer to its own question, although two threads compute them."""
     call = '{"image":%d,"angle":%d,"home":[3,4],"layer":0,"head":0,"channel":0}'
-    questions = [(call % (n % 10, 15 * (n % 7))).encode() for n in range(20)]
+    names = ("look", "occlusion", "answer", "pixel")
+    questions = [(names[n % 4], (call % (n % 10, 15 * (n % 7))).encode()) for n in range(24)]
 
-    def ask(body: bytes) -> tuple[int, str]:
-        return server.ask("/api/look", "POST", body)
+    def ask(question: tuple[str, bytes]) -> tuple[int, str]:
+        name, body = question
+        return server.ask(f"/api/{name}", "POST", body)
 
     with ThreadPoolExecutor(len(questions)) as pool:
         together = list(pool.map(ask, questions))
-    assert together == [ask(body) for body in questions]
+    assert together == [ask(question) for question in questions]
     assert {status for status, _ in together} == {200}
 
 

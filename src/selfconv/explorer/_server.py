@@ -168,18 +168,22 @@ def read_upload(content: bytes, size: int, channels: int, pixels: PixelRange | N
 
 
 def make_app(answers: Answers) -> Starlette:
-    """The page: its files, and an endpoint for each interaction. All answers are computed in one thread."""
+    """The page: its files, and an endpoint for each interaction.
+
+    One thread computes what follows a click, another what the page asks for when nobody waits.
+    """
     from starlette.applications import Starlette
     from starlette.requests import ClientDisconnect
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
 
-    worker = ThreadPoolExecutor(1, "answers")  # a model is observed by hooks, so one image at a time
+    click = ThreadPoolExecutor(1, "click")  # a model is observed by hooks, so one image at a time
+    later = ThreadPoolExecutor(1, "later")
     folder = files("selfconv.explorer") / "static"
 
-    async def computed(call: Callable[..., Any], *args: Any) -> Response:
+    async def computed(call: Callable[[], Any], thread: ThreadPoolExecutor = click) -> Response:
         try:
-            found = await asyncio.get_running_loop().run_in_executor(worker, call, *args)
+            found = await asyncio.get_running_loop().run_in_executor(thread, call)
         except (DataError, ValueError) as error:
             raise Refused(400, str(error)) from None
         return JSONResponse(found)
@@ -198,16 +202,20 @@ def make_app(answers: Answers) -> Starlette:
 
         return serve
 
-    def once(call: Callable[[], Any]) -> Callable[[Request], Awaitable[Response]]:
+    def once(
+        call: Callable[[], Any], thread: ThreadPoolExecutor = click
+    ) -> Callable[[Request], Awaitable[Response]]:
         async def answer(_: Request) -> Response:
-            return await computed(call)
+            return await computed(call, thread)
 
         return answer
 
-    def about(call: Callable[[Any], Any]) -> Callable[[Request], Awaitable[Response]]:
+    def about(
+        call: Callable[[Any], Any], thread: ThreadPoolExecutor = click
+    ) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             body = await whole_body(request)
-            return await computed(lambda: call(answers.choice(parse_json(body))))
+            return await computed(lambda: call(answers.choice(parse_json(body))), thread)
 
         return answer
 
@@ -218,7 +226,8 @@ def make_app(answers: Answers) -> Starlette:
             lambda: {
                 "image": pixels(read_upload(content, data.size, data.in_channels, data.pixels)),
                 "size": data.size,
-            }
+            },
+            later,
         )
 
     async def refuse(_: Request, refused: Any) -> Response:
@@ -229,11 +238,11 @@ def make_app(answers: Answers) -> Starlette:
         routes=[
             *(Route(path, file(*what)) for path, what in STATIC.items()),
             Route("/api/start", once(answers.start)),
-            Route("/api/training", once(answers.training)),
+            Route("/api/training", once(answers.training, later)),
             Route("/api/look", about(answers.look), methods=["POST"]),
             Route("/api/pixel", about(answers.pixel), methods=["POST"]),
-            Route("/api/answer", about(answers.answer), methods=["POST"]),
-            Route("/api/occlusion", about(answers.occlusion), methods=["POST"]),
+            Route("/api/answer", about(answers.answer, later), methods=["POST"]),
+            Route("/api/occlusion", about(answers.occlusion, later), methods=["POST"]),
             Route(UPLOAD, upload, methods=["POST"]),
         ],
     )

@@ -1,10 +1,17 @@
 """Draws docs/figures from the weights that come with the package. From the checkout:
 
-python scripts/make_figures.py
+python scripts/make_figures.py                                   # all of them
+python scripts/make_figures.py template                          # the README's figure alone
+python scripts/make_figures.py template --model MODEL --image IMAGE --out FILE
+
+MODEL is the name of a shipped network or the folder of a run; by default, of the shipped planar networks with
+affine self convolution, the one for the largest images. Without IMAGE the picture is drawn by this script and
+has the project's licence: a boat for colour images, a digit for grey ones.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 from pathlib import Path
 
@@ -90,17 +97,35 @@ def drawing(size: int, channels: int) -> Tensor:
     return torch.from_numpy(pixels.reshape(size, size, channels)).permute(2, 0, 1).contiguous()
 
 
-def first_figure() -> Figure:
+def first_figure(model: str | None = None, image: Path | None = None) -> Figure:
     """One template, five pixels, five filters: for the README."""
-    trained = best_weights()
-    pixels = drawing(trained.data.size, trained.data.in_channels)
+    trained = best_weights() if model is None else open_trained(model)
+    if image is None:
+        pixels = drawing(trained.data.size, trained.data.in_channels)
+    else:
+        pixels = trained.read_image(image)
     inspection = Inspection(trained.model, trained.normalise(pixels[None]))
-    places, head = choose_pixels(inspection, LAYER, 5)
-    views = [inspection.look(LAYER, place, head) for place in places]
+    layer = inspection.layers[0].name
+    places, head = choose_pixels(inspection, layer, 5)
+    views = [inspection.look(layer, place, head) for place in places]
     return template_figure(pixels.float() / 255, views)
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("which", nargs="?", choices=("all", "template"), default="all")
+    parser.add_argument("--model", help="of the template figure")
+    parser.add_argument("--image", type=Path, help="of the template figure: a picture of ours")
+    parser.add_argument("--out", type=Path, default=OUT / "template.png", help="of the template figure")
+    options = parser.parse_args()
+    save_png(first_figure(options.model, options.image), options.out)
+    if options.which == "all":
+        all_others()
+    for path in sorted(OUT.glob("*.png")) if options.which == "all" else [options.out]:
+        print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
+
+
+def all_others() -> None:
     names = ("digits_asc", "digits_p4_asc")
     trained = {name: open_trained(name) for name in names}
     pixels = trained["digits_asc"].open_data().test.images[IMAGE]
@@ -117,9 +142,6 @@ def main() -> None:
     labels = {name: predictions(model, views[name]) for name, model in trained.items()}
     save_png(equivariance_figure(images, views, labels), OUT / "equivariance.png")
     save_png(steering_figure(), OUT / "steering.png")
-    save_png(first_figure(), OUT / "template.png")
-    for path in sorted(OUT.glob("*.png")):
-        print(f"{path.relative_to(OUT.parents[1])}: {path.stat().st_size / 1000:.0f} kB")
 
 
 if __name__ == "__main__":

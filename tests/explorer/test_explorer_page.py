@@ -7,8 +7,10 @@ import io
 import re
 import shutil
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -20,6 +22,7 @@ from helpers.tiny_runs import command, environment
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 from selfconv.explorer._answers import MAX_UPLOAD
+from selfconv.explorer._comparison import Comparison
 
 expect.set_options(timeout=30_000)  # ms: a busy machine is no failure
 
@@ -149,20 +152,55 @@ def test_the_keyboard_is_enough(page: Page) -> None:
     page.keyboard.press("ArrowDown")
     page.keyboard.press("ArrowLeft")
     expect(card(page, "filters", 0)).to_contain_text(f"row {int(place[1]) + 1}, column {int(place[2]) - 1}")
-    page.get_by_role("button", name="↺ 90°").press("Enter")
+    page.get_by_role("button", name="turn left by 90°").press("Enter")
     expect(card(page, "decisions", 1)).to_contain_text("same prediction")
     page.get_by_label("Turn it").press("ArrowRight")
     expect(page.locator("#maps")).to_contain_text("turned 91°")
+
+
+def test_every_control_is_reached_named_and_seen(page: Page) -> None:
+    """With the tab key alone; a screen reader has a name for each, and the eye a frame around it."""
+    about_focus = """() => {
+      const one = document.activeElement, seen = one.type === "file" ? one.labels[0] : one;
+      const name = one.ariaLabel || one.labels?.[0]?.textContent || one.textContent
+        || document.getElementById(one.getAttribute("aria-labelledby"))?.textContent;
+      return [one.id || one.ariaLabel, name.trim(), getComputedStyle(seen).outlineStyle];
+    }"""
+    reached = {}
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        place, name, outline = page.evaluate(about_focus)
+        if place in reached:
+            break
+        reached[place] = name
+        assert name, place
+        assert outline == "solid", place
+        if place == "training-button":
+            break
+    buttons = {f"sample: {n}" for n in range(10)} | {"left", "upright", "right", "around", "training-button"}
+    choices = {"class", "other", "layer", "head", "channel"}
+    assert reached.keys() == buttons | choices | {"file", "stage", "angle"}
+
+
+def test_answers_are_read_out(page: Page) -> None:
+    """By a region that stays in the page: screen readers are silent about regions that are new."""
+    region = page.get_by_role("status", name="answers")
+    region.evaluate("region => region.dataset.same = 'yes'")
+    expect(region).to_contain_text("digits_p4_asc: 3, 99.8% ✓ true class 3", use_inner_text=True)
+    page.get_by_role("button", name="turn left by 90°").click()
+    expect(region.locator("li").first).to_contain_text("✗ true class 3")
+    expect(region.locator("li").last).to_contain_text("✓ true class 3")
+    assert region.get_attribute("data-same") == "yes"
 
 
 def test_turning_leaves_the_p4_answer(page: Page) -> None:
     planar, p4 = (card(page, "decisions", model) for model in (0, 1))
     page.get_by_role("button", name="sample: 6").click()
     expect(planar).to_contain_text("answers 6")
-    expect(p4).to_contain_text("✓ right")
+    expect(p4).to_contain_text("✓ true class 6")
     before = pictures(page, "#stage")
     for turned in ("90°", "180°", "−90°"):
-        page.get_by_role("button", name="↺ 90°").click()
+        page.get_by_role("button", name="turn left by 90°").click()
         expect(page.locator("#maps")).to_contain_text(f"turned {turned}")
         said = p4.locator(".said").inner_text()
         found = re.fullmatch(r"same prediction, probabilities (are identical|differ by (\de-\d+))", said)
@@ -171,8 +209,7 @@ def test_turning_leaves_the_p4_answer(page: Page) -> None:
         expect(card(page, "maps", 1)).to_contain_text("the maps turn with the image")
         expect(card(page, "maps", 0)).to_contain_text("the maps do not follow")
     expect(planar).to_contain_text("prediction changed from 6 to")
-    expect(planar).to_contain_text("✗ wrong, the true class is 6")
-    expect(page.locator("#curve-caption")).to_contain_text("(4 so far)")
+    expect(planar).to_contain_text("✗ true class 6")
     assert pictures(page, "#stage") != before
     page.get_by_role("button", name="Upright").click()
     expect(page.locator("#maps")).not_to_contain_text("turned")
@@ -180,26 +217,36 @@ def test_turning_leaves_the_p4_answer(page: Page) -> None:
 
 
 def test_the_curve_is_drawn_all_around(page: Page) -> None:
+    """Faintly at once, for all angles; strongly where one has turned to."""
+    for n in (0, 1):
+        expect(page.locator("#curve .faint").nth(n)).to_have_attribute("points", points(25))
+        expect(page.locator("#curve polyline:not(.faint)").nth(n)).to_have_attribute("points", points(1))
+    page.get_by_role("button", name="turn left by 90°").click()
+    strong = page.locator("#curve polyline:not(.faint)")
+    expect(strong.first).to_have_attribute("points", points(7))
     page.get_by_role("button", name="All around").click()
-    expect(page.locator("#curve-caption")).to_contain_text("(24 so far)")
-    lines = page.locator("#curve polyline").evaluate_all(
-        "all => all.map(line => line.getAttribute('points'))"
-    )
+    expect(strong.first).to_have_attribute("points", points(24))
+    lines = strong.evaluate_all("all => all.map(line => line.getAttribute('points'))")
     planar, p4 = ([float(point.split(",")[1]) for point in line.split()] for line in lines)
-    assert len(planar) == len(p4) == 24
     quarters = range(5, 24, 6)  # −90°, 0°, 90°, 180°
     assert max(p4[n] for n in quarters) - min(p4[n] for n in quarters) <= 0.2
     assert max(planar[n] for n in quarters) - min(planar[n] for n in quarters) > 50
 
 
+def points(count: int) -> re.Pattern[str]:
+    return re.compile(rf"^\S+( \S+){{{count - 1}}}$")
+
+
 def test_the_evidence_adds_up(page: Page) -> None:
+    comparison = Comparison.open()
+    page.get_by_role("button", name="sample: 8").click()
     page.locator("#other").select_option(label="nothing: the class by itself")
     page.locator("#class").select_option(label="5")
     for model in (0, 1):
+        logit = float(comparison.inspect(model, comparison.samples[8].image).output[5])
         shown = card(page, "decisions", model)
-        expect(shown.locator(".activation")).to_contain_text(
-            re.compile("“5”: the cells add up to .*, the logit of “5”")
-        )
+        said = f"“5”: the cells add up to {logit:.2f}, the logit of “5”".replace("-", "−")
+        expect(shown.locator(".activation")).to_contain_text(said)
         expect(shown.locator(".occlusion canvas[role=img]")).to_be_visible()
     before = pictures(page, ".activation")
     page.locator("#other").select_option(label="the runner-up")
@@ -228,7 +275,7 @@ def test_uploads(page: Page, server: Server, tmp_path: Path) -> None:
     expect(page.locator(".mark-right, .mark-wrong")).to_have_count(0)  # no true class is known
     shown = pictures(page, "#stage")
     assert shown != before
-    page.get_by_role("button", name="↺ 90°").click()
+    page.get_by_role("button", name="turn left by 90°").click()
     expect(page.locator("#maps")).to_contain_text("turned 90°")
     page.get_by_role("button", name="Upright").click()
     expect(page.locator("#maps")).not_to_contain_text("turned")
@@ -345,6 +392,50 @@ def test_refused_uploads_leave_nothing(server: Server) -> None:
     large = {"content-length": str(MAX_UPLOAD + 1)}
     assert server.ask("/api/upload", "POST", b"", **large)[0] == 413
     assert server.ask("/api/upload", "POST", b"", **{"transfer-encoding": "chunked"})[0] in (400, 411)
+
+
+def raw(server: Server, content: bytes, wait: bool = True) -> bytes:
+    """The answer to bytes that are no proper request; unless it is waited for, the connection is cut."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(content)
+        return connection.recv(1000) if wait else b""
+
+
+def test_broken_requests_leave_no_error(server: Server) -> None:
+    before = server.errors.read_text()
+    host = f"Host: 127.0.0.1:{server.port}\r\n".encode()
+    for path in (b"look", b"upload"):
+        raw(
+            server,
+            b"POST /api/" + path + b" HTTP/1.1\r\n" + host + b"Content-Length: 99\r\n\r\n{",
+            wait=False,
+        )
+    for content in (
+        b"\x00\xff\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + host + host + b"\r\n",
+    ):
+        assert raw(server, content).startswith(b"HTTP/1.1 400 "), content
+    upgrade = b"Upgrade: websocket\r\nConnection: Upgrade, close\r\nSec-WebSocket-Version: 13\r\n\r\n"
+    assert b"101" not in raw(server, b"GET / HTTP/1.1\r\n" + host + upgrade)[:20]
+    assert server.ask("/")[0] == 200
+    assert server.errors.read_text() == before
+
+
+def test_many_requests_at_once(server: Server) -> None:
+    """Each gets the answer to its own question, although two threads compute them."""
+    call = '{"image":%d,"angle":%d,"home":[3,4],"layer":0,"head":0,"channel":0}'
+    names = ("look", "occlusion", "answer", "pixel")
+    questions = [(names[n % 4], (call % (n % 10, 15 * (n % 7))).encode()) for n in range(24)]
+
+    def ask(question: tuple[str, bytes]) -> tuple[int, str]:
+        name, body = question
+        return server.ask(f"/api/{name}", "POST", body)
+
+    with ThreadPoolExecutor(len(questions)) as pool:
+        together = list(pool.map(ask, questions))
+    assert together == [ask(question) for question in questions]
+    assert {status for status, _ in together} == {200}
 
 
 def test_ctrl_c_ends_it_and_leaves_nothing(server: Server, browser: Browser) -> None:

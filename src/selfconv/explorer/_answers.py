@@ -25,6 +25,7 @@ from selfconv.explorer._comparison import (
     load_own_data,
     nearest_pixel,
     network_title,
+    symmetry_in_words,
     turn,
     turn_place,
 )
@@ -94,6 +95,7 @@ class Answers:
             "name": trained.name,
             "kind": kind(trained),
             "title": network_title(trained),
+            "meaning": symmetry_in_words(trained.model.group),
             "facts": ", ".join(facts),
             "planes": plane_names(trained.model.group),
         }
@@ -176,6 +178,12 @@ class Answers:
             "pixel": self._pixel(choice),
             "models": [{"filters": self._filters(model, choice, turned)} for model in models],
         }
+
+    def answer(self, choice: Choice) -> Json:
+        """The probabilities alone, for the curve over the angles."""
+        turned = turn(choice.image, choice.angle)[None]
+        models = range(len(self.comparison.models))
+        return {"models": [self.comparison.answers(model, turned)[0].tolist() for model in models]}
 
     def occlusion(self, choice: Choice) -> Json:
         turned = turn(choice.image, choice.angle)
@@ -274,7 +282,7 @@ class Answers:
             raw = b""
         if len(raw) != math.prod(shape):
             raise ValueError(f"image: expected the number of a sample, or {math.prod(shape)} bytes in base64")
-        return np.frombuffer(raw, np.uint8).reshape(shape)
+        return np.frombuffer(bytearray(raw), np.uint8).reshape(shape)  # writable, as torch expects arrays
 
 
 def _is_number(value: Any, largest: float) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from selfconv.data import DataError, Dataset, as_bytes, fit, load_data, normalise
-from selfconv.groups import P4
+from selfconv.groups import P4, Group
 from selfconv.models import SPATIAL_KINDS, list_models
 from selfconv.testing import relative_error, transform
 from selfconv.train import open_data
@@ -25,6 +26,7 @@ from selfconv.visualize import Inspection, occlusion_maps
 
 Image = NDArray[np.uint8]  # [C, size, size]
 Place = tuple[float, float]  # row and column, also between pixels
+T = TypeVar("T")
 SAMPLES = 12
 REMEMBERED = 32  # images and models; a few MB each
 
@@ -41,11 +43,26 @@ class Seen:
 
     inspection: Inspection
     activation: Tensor  # [num_classes, h, w]
-    occlusion: Tensor | None = None  # when it is asked for
+
+
+class Remembered(OrderedDict[tuple[int, bytes], T]):
+    """By model and image, what was computed lately."""
+
+    def of(self, model: int, image: Image, compute: Callable[[], T]) -> T:
+        key = model, image.tobytes()
+        if key not in self:
+            self[key] = compute()
+            if len(self) > REMEMBERED:
+                self.popitem(last=False)
+        self.move_to_end(key)
+        return self[key]
 
 
 class Comparison:
     """Models that take the same images and know the same classes, and samples of these images.
+
+    What follows a click is computed from the models; ``occlusion`` and ``answers`` from copies of them, so
+    that another thread may call these: an inspection hooks into its model, and would see what others ask.
 
     Args:
         models: the one that the page is about first.
@@ -56,7 +73,9 @@ class Comparison:
         self, models: Sequence[TrainedModel], samples: Sequence[SampleImage], note: str = ""
     ) -> None:
         self.models, self.samples, self.note = list(models), list(samples), note
-        self._seen: OrderedDict[tuple[int, bytes], Seen] = OrderedDict()
+        self._copies = [copy.deepcopy(trained.model) for trained in models]
+        self._seen: Remembered[Seen] = Remembered()
+        self._occlusion: Remembered[Tensor] = Remembered()
 
     @classmethod
     def open(cls, *places: str | Path) -> Self:
@@ -89,14 +108,12 @@ class Comparison:
 
     def see(self, model: int, image: Image) -> Seen:
         """What a model computes for an image, from memory if it was asked for lately."""
-        key = model, image.tobytes()
-        if key not in self._seen:
+
+        def compute() -> Seen:
             inspection = Inspection(self.models[model].model, self._normalised(model, image[None]))
-            self._seen[key] = Seen(inspection, inspection.class_activation_maps())
-            if len(self._seen) > REMEMBERED:
-                self._seen.popitem(last=False)
-        self._seen.move_to_end(key)
-        return self._seen[key]
+            return Seen(inspection, inspection.class_activation_maps())
+
+        return self._seen.of(model, image, compute)
 
     def inspect(self, model: int, image: Image) -> Inspection:
         return self.see(model, image).inspection
@@ -106,22 +123,21 @@ class Comparison:
 
     def occlusion(self, model: int, image: Image) -> Tensor:
         """By how much each logit falls if a part of the image is covered, ``[num_classes, 8, 8]``."""
-        seen = self.see(model, image)
-        if seen.occlusion is None:
-            seen.occlusion = occlusion_maps(self.models[model].model, self._normalised(model, image[None]))
-        return seen.occlusion
+        normalised = self._normalised(model, image[None])
+        return self._occlusion.of(model, image, lambda: occlusion_maps(self._copies[model], normalised))
 
-    def answers(self, model: int, images: NDArray[np.uint8]) -> NDArray[np.int64]:
-        """The predicted classes of images ``[N, C, size, size]``."""
+    def answers(self, model: int, images: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """The probabilities ``[N, num_classes]`` of images ``[N, C, size, size]``, not to be remembered."""
         with torch.no_grad():
-            return self.models[model].model(self._normalised(model, images)).argmax(1).numpy(force=True)
+            outputs = self._copies[model](self._normalised(model, images))
+        return outputs.float().softmax(1).numpy(force=True)
 
     def first_sample(self) -> int:
         """The sample to begin with: all models know it, and turning it deceives the most of them."""
 
         def telling(sample: SampleImage) -> tuple[int, int]:
             turned = np.stack([np.rot90(sample.image, quarters, (1, 2)) for quarters in range(4)])
-            found = [self.answers(model, turned) for model in range(len(self.models))]
+            found = [self.answers(model, turned).argmax(1) for model in range(len(self.models))]
             right = [[self.class_names[n] == sample.label for n in of_model] for of_model in found]
             return sum(of_model[0] for of_model in right), sum(
                 not ok for of_model in right for ok in of_model
@@ -269,6 +285,15 @@ def kind(trained: TrainedModel) -> str:
 def network_title(trained: TrainedModel) -> str:
     """What kind of network it is: ``p4 affine self convolution``."""
     return f"{kind(trained)} network, {SPATIAL_KINDS[trained.model.config['spatial']].title}"
+
+
+def symmetry_in_words(group: Group) -> str:
+    """For which changes of the image a network on this group is built."""
+    if len(group) == 1:
+        return "Built for shifts alone: a turned image is another image to it."
+    turns = sum(a * d - b * c > 0 for (a, b), (c, d) in group.matrices)
+    parts = ["shifts"] + [f"turns by {360 / turns:g}°"] * (turns > 1) + ["mirroring"] * (turns < len(group))
+    return f"Built for {', '.join(parts[:-1])} and {parts[-1]}."
 
 
 def layer_title(name: str) -> str:

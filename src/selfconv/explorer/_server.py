@@ -42,6 +42,8 @@ App = Callable[[Scope, Callable[[], Awaitable[Message]], Send], Awaitable[None]]
 HOST = re.compile(r"\[(?P<address>[0-9A-Fa-f:.]+)\](:\d{1,5})?|(?P<name>[\w.-]+)(:\d{1,5})?", re.ASCII)
 ORIGIN = re.compile(rf"null|[A-Za-z][A-Za-z0-9+.-]*://(?P<host>{HOST.pattern})", re.ASCII)
 MAX_PIXELS = 40_000_000  # of an uploaded image: fewer than of one's own files
+MAX_SECONDS = 30.0  # until the body of a request has arrived
+MAX_CONNECTIONS = 32  # a browser opens six; each may hold an upload in memory
 ONE_THREAD = 64  # side of images so small that more threads wait for each other instead of computing
 UPLOAD = "/api/upload"
 STATIC = {  # the only files that are served, read once
@@ -71,16 +73,19 @@ class Refused(Exception):
 
 
 class Guard:
-    """Lets through to an app only requests of the page itself, of a bounded size.
+    """Lets through to an app only requests of the page itself, of a bounded size, that arrive in time.
 
     Args:
         hosts: names under which the server may be asked; None for any. On loopback this keeps other sites
             from reaching it under a name of theirs.
         max_call: bytes of a request that is no upload.
+        max_seconds: until the whole body of a request is there.
     """
 
-    def __init__(self, app: App, *, hosts: set[str] | None, max_call: int) -> None:
-        self.app, self.hosts, self.max_call = app, hosts, max_call
+    def __init__(
+        self, app: App, *, hosts: set[str] | None, max_call: int, max_seconds: float = MAX_SECONDS
+    ) -> None:
+        self.app, self.hosts, self.max_call, self.max_seconds = app, hosts, max_call, max_seconds
 
     async def __call__(self, scope: Scope, receive: Callable[[], Awaitable[Message]], send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -88,10 +93,17 @@ class Guard:
         if scope["type"] != "http":
             return None  # the page uses no websockets
         received, limit = 0, self.limit(scope["path"])
+        end = asyncio.get_running_loop().time() + self.max_seconds
 
         async def bounded() -> Message:
             nonlocal received
-            message = await receive()
+            try:
+                async with asyncio.timeout_at(end):
+                    message = await receive()
+            except TimeoutError:
+                raise Refused(
+                    408, f"expected the whole request within {self.max_seconds:g} seconds"
+                ) from None
             received += len(message.get("body", b""))
             if received > limit:  # whatever its header said
                 raise Refused(413, "too large")
@@ -129,7 +141,8 @@ class Guard:
             raise Refused(403, "this page takes requests from itself alone")
         if scope["method"] == "POST":
             length = headers.get("content-length", "")
-            if names.count(b"content-length") != 1 or not re.fullmatch(r"[0-9]+", length):
+            chunked = b"transfer-encoding" in names
+            if chunked or names.count(b"content-length") != 1 or not re.fullmatch(r"[0-9]+", length):
                 raise Refused(411, "expected a content-length")
             if len(length) > 20 or int(length) > self.limit(scope["path"]):
                 raise Refused(413, "too large")
@@ -155,20 +168,31 @@ def read_upload(content: bytes, size: int, channels: int, pixels: PixelRange | N
 
 
 def make_app(answers: Answers) -> Starlette:
-    """The page: its files, and an endpoint for each interaction. All answers are computed in one thread."""
+    """The page: its files, and an endpoint for each interaction.
+
+    One thread computes what follows a click, another what the page asks for when nobody waits.
+    """
     from starlette.applications import Starlette
+    from starlette.requests import ClientDisconnect
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
 
-    worker = ThreadPoolExecutor(1, "answers")  # a model is observed by hooks, so one image at a time
+    click = ThreadPoolExecutor(1, "click")  # a model is observed by hooks, so one image at a time
+    later = ThreadPoolExecutor(1, "later")
     folder = files("selfconv.explorer") / "static"
 
-    async def computed(call: Callable[..., Any], *args: Any) -> Response:
+    async def computed(call: Callable[[], Any], thread: ThreadPoolExecutor = click) -> Response:
         try:
-            found = await asyncio.get_running_loop().run_in_executor(worker, call, *args)
+            found = await asyncio.get_running_loop().run_in_executor(thread, call)
         except (DataError, ValueError) as error:
             raise Refused(400, str(error)) from None
         return JSONResponse(found)
+
+    async def whole_body(request: Request) -> bytes:
+        try:
+            return await request.body()
+        except ClientDisconnect:  # nobody reads the answer: no error
+            raise Refused(400, "expected the whole request; the connection was closed") from None
 
     def file(name: str, kind: str) -> Callable[[Request], Awaitable[Response]]:
         content = (folder / name).read_bytes()
@@ -178,27 +202,32 @@ def make_app(answers: Answers) -> Starlette:
 
         return serve
 
-    def once(call: Callable[[], Any]) -> Callable[[Request], Awaitable[Response]]:
+    def once(
+        call: Callable[[], Any], thread: ThreadPoolExecutor = click
+    ) -> Callable[[Request], Awaitable[Response]]:
         async def answer(_: Request) -> Response:
-            return await computed(call)
+            return await computed(call, thread)
 
         return answer
 
-    def about(call: Callable[[Any], Any]) -> Callable[[Request], Awaitable[Response]]:
+    def about(
+        call: Callable[[Any], Any], thread: ThreadPoolExecutor = click
+    ) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            body = await request.body()
-            return await computed(lambda: call(answers.choice(parse_json(body))))
+            body = await whole_body(request)
+            return await computed(lambda: call(answers.choice(parse_json(body))), thread)
 
         return answer
 
     async def upload(request: Request) -> Response:
-        content = await request.body()
+        content = await whole_body(request)
         data = answers.data
         return await computed(
             lambda: {
                 "image": pixels(read_upload(content, data.size, data.in_channels, data.pixels)),
                 "size": data.size,
-            }
+            },
+            later,
         )
 
     async def refuse(_: Request, refused: Any) -> Response:
@@ -209,10 +238,11 @@ def make_app(answers: Answers) -> Starlette:
         routes=[
             *(Route(path, file(*what)) for path, what in STATIC.items()),
             Route("/api/start", once(answers.start)),
-            Route("/api/training", once(answers.training)),
+            Route("/api/training", once(answers.training, later)),
             Route("/api/look", about(answers.look), methods=["POST"]),
             Route("/api/pixel", about(answers.pixel), methods=["POST"]),
-            Route("/api/occlusion", about(answers.occlusion), methods=["POST"]),
+            Route("/api/answer", about(answers.answer, later), methods=["POST"]),
+            Route("/api/occlusion", about(answers.occlusion, later), methods=["POST"]),
             Route(UPLOAD, upload, methods=["POST"]),
         ],
     )
@@ -264,7 +294,16 @@ def _serve(places: Sequence[str | Path], host: str, listening: socket.socket, op
             logging.getLogger("uvicorn.error").disabled = True  # pages still open are cut off: no error
             await super().shutdown(sockets)
 
-    config = uvicorn.Config(app, log_config=None, server_header=False, timeout_graceful_shutdown=0)
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # not a line for each request that is refused
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        server_header=False,
+        timeout_graceful_shutdown=0,
+        http="h11",
+        ws="none",
+        limit_concurrency=MAX_CONNECTIONS,
+    )
     try:
         Server(config).run([listening])
     except KeyboardInterrupt:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from selfconv.visualize._explanation import border
 from selfconv.visualize._inspection import Inspection, Pixel, PixelView
 
 
@@ -13,15 +14,15 @@ def selectivity(inspection: Inspection, layer: str) -> Tensor:
     """How much there is to see at each pixel of a layer's map, for each head: ``[heads, h, w]``, 0 to 1.
 
     4·e·(1 − e), with e the relative entropy of attention (mean over planes), times the contrast of the image
-    within the window: 0 where attention is uniform or on one neighbour only, where the image is flat, and
-    where the window extends beyond the border.
+    within the window and how far the pixel stands out from the background: 0 where attention is uniform or
+    on one neighbour only, where the image is flat, in the colour of the image's border, and where the
+    window extends beyond the border.
     """
     info = inspection.layer(layer)
     reach = max(info.layer.window.reach)
     e = inspection.entropy(layer).mean(1)  # [heads, h, w]
-    contrast = _contrast(inspection.image, info.size, 2 * reach + 1).to(e)
-    inside = _away_from_border(contrast, reach)
-    return 4 * e * (1 - e) * inside
+    interest = _contrast(inspection.image, info.size, 2 * reach + 1) * _object(inspection.image, info.size)
+    return 4 * e * (1 - e) * _away_from_border(interest.to(e), reach)
 
 
 def choose_pixel(inspection: Inspection, layer: str, head: int | None = None) -> tuple[Pixel, int]:
@@ -35,17 +36,18 @@ def choose_pixel(inspection: Inspection, layer: str, head: int | None = None) ->
 
 
 def choose_pixels(inspection: Inspection, layer: str, count: int) -> tuple[list[Pixel], int]:
-    """Pixels with high ``selectivity`` whose windows overlap as little as the map allows, and one head."""
+    """Pixels with high ``selectivity``, apart from each other as far as the map allows, and one head."""
     info, head = inspection.layer(layer), choose_pixel(inspection, layer)[1]
     scores = selectivity(inspection, layer)[head].clone()
-    (h, w), k = info.size, 2 * max(info.layer.window.reach) + 1
+    h, w = info.size
+    apart = max(2 * max(info.layer.window.reach) + 1, min(h, w) // 3)  # windows that do not overlap, or more
     rows, columns = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
     chosen: list[Pixel] = []
     for _ in range(count):
         i, j = divmod(int(scores.argmax()), w)
         chosen.append((i, j))
         distance = torch.maximum((rows - i).abs(), (columns - j).abs())
-        scores = scores * (distance / k).clamp(max=1).square()
+        scores = scores * (distance / apart).clamp(max=1).square()
     return sorted(chosen), head
 
 
@@ -69,6 +71,13 @@ def _contrast(image: Tensor, size: tuple[int, int], k: int) -> Tensor:
     mean, square = (F.avg_pool2d(x, k, 1, k // 2, count_include_pad=False) for x in (small, small.square()))
     contrast = (square - mean.square()).clamp(min=0).sqrt()[0].mean(0)  # [h, w]
     return contrast / contrast.max().clamp(min=1e-12)
+
+
+def _object(image: Tensor, size: tuple[int, int]) -> Tensor:
+    """How far each pixel of a map is from the median colour of the border: 1 from half the largest on."""
+    distance = (image - border(image).median(1).values[:, None, None]).square().sum(0, keepdim=True).sqrt()
+    distance = F.adaptive_avg_pool2d(distance, size)[0]
+    return (2 * distance / distance.max().clamp(min=1e-12)).clamp(max=1)
 
 
 def _away_from_border(values: Tensor, margin: int) -> Tensor:

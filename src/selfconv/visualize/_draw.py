@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,6 +44,12 @@ def bare(axes: Axes, title: str = "") -> None:
     axes.set_yticks([])
     if title:
         axes.set_title(title, fontsize=MEDIUM)
+
+
+def top_aligned(axes: Iterable[Axes]) -> None:
+    """Panels with and without a scale below them begin at the same height."""
+    for one in axes:
+        one.set_anchor("N")
 
 
 def draw_image(axes: Axes, image: Tensor, title: str = "") -> None:

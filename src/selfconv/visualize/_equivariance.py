@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from selfconv.groups import P4, Z2, Group, get_group
@@ -28,6 +29,29 @@ class EquivarianceView:
     errors: list[float]
     outputs: list[Tensor]  # of the model, [num_classes]
     output_errors: list[float]  # against the output for the first image
+
+    def error_map(self) -> Tensor:
+        """Where the largest error comes from, ``[h, w]``: the values over which ``errors`` are computed.
+
+        If all elements are exact, the largest error of each place over elements and channels, upright; its
+        maximum is ``max(errors)``. Otherwise of the element with the largest error, the root mean square over
+        channels inside the round mask, NaN outside; its root mean square is ``max(errors)``.
+        """
+        apart = [(m - t).double().flatten(0, -3) for m, t in zip(self.maps, self.steered, strict=True)]
+        if not self.group.band_limited:
+            places = torch.stack(
+                [
+                    self.group.act_planar(d.abs().amax(0, keepdim=True), self.group.inverse[s])[0]
+                    for s, d in enumerate(apart)
+                ]
+            ).amax(0)
+            total = places.max()
+        else:
+            places = apart[self.errors.index(max(self.errors))].square().mean(0).sqrt()
+            inside = through_mask(torch.ones(1, 1, *places.shape))[0, 0] > 0
+            places = torch.where(inside, places, torch.nan)
+            total = places[inside].square().mean().sqrt()
+        return places * (max(self.errors) / total) if total > 0 else places  # both are relative to one size
 
 
 def equivariance_view(

@@ -65,7 +65,7 @@ def occlusion_maps(model: nn.Module, image: Tensor, cells: int = CELLS) -> Tenso
     if cells < 2:
         raise ValueError(f"expected an image and a grid of 2×2 cells or more; got {h}×{w} and {cells}")
     rows, columns = ([math.floor(n * side / cells + 0.5) for n in range(cells + 1)] for side in (h, w))
-    colour = _border(batch[0]).median(1).values[:, None, None]
+    colour = border(batch[0]).median(1).values[:, None, None]
     places = [(i, j) for i in range(cells - 1) for j in range(cells - 1)]
     covered = batch.repeat(len(places), 1, 1, 1)
     for n, (i, j) in enumerate(places):
@@ -106,7 +106,7 @@ def _shares(features: Tensor, mode: str) -> Tensor:
     return best / best.sum((1, 2, 3), keepdim=True)  # where several are the largest, evenly
 
 
-def _border(image: Tensor) -> Tensor:
+def border(image: Tensor) -> Tensor:
     """The outermost pixels, [C, n]."""
     return torch.cat([image[:, [0, -1]].flatten(1), image[:, 1:-1, [0, -1]].flatten(1)], 1)
 

@@ -14,6 +14,7 @@ from selfconv.visualize._draw import (
     SMALL,
     bare,
     colour_bar,
+    conclude,
     draw_image,
     headline,
     limit_of,
@@ -48,7 +49,7 @@ def explanation_figure(
         against = [x[best[0]] - x[best[1]] for x in (activation, occlusion)]
         rows.append((f"“{names[0]}” rather\nthan “{names[1]}”", against[0], against[1]))
         sums.append(f"sum {_signed(logits[best[0]] - logits[best[1]])}")
-    figure = new_figure(7.9, 2.55 * len(rows) + 1.25)
+    figure = new_figure(7.9, 2.55 * len(rows) + 1.6)
     grid = figure.subplots(len(rows), 5, squeeze=False, width_ratios=[1, 1, 0.05, 1, 0.05])
     for row, (name, evidence, falls), total in zip(grid, rows, sums, strict=True):
         draw_image(row[0], image)
@@ -67,7 +68,27 @@ def explanation_figure(
         f"The network answers “{names[0]}” with {float(probabilities[best[0]]):.1%}{said}",
         "Purple speaks for the class, orange against it",
     )
+    conclude(figure, _conclusion(rows[-1][1], names))
     return figure
+
+
+def _conclusion(evidence: Tensor, names: Sequence[str]) -> str:
+    """Which places speak most for the answer (rather than the runner-up), and against it."""
+    question = f"“{names[0]}”" + (f" rather than “{names[1]}”" if len(names) == 2 else "")
+    high, low = int(evidence.argmax()), int(evidence.argmin())
+    said = f"What speaks most for {question} is at the {_place(high, evidence)}"
+    if evidence.flatten()[low] < 0:
+        said += f", what speaks most against it at the {_place(low, evidence)}"
+    return f"{said}; all places together make {_signed(evidence.sum())}. Trust what both columns agree on."
+
+
+def _place(n: int, evidence: Tensor) -> str:
+    """Cell n of a map in words, with its value: ``bottom left (1.20)``."""
+    (rows, columns), words = evidence.shape, (("top", "middle", "bottom"), ("left", "centre", "right"))
+    thirds = [
+        min(3 * place // count, 2) for place, count in zip(divmod(n, columns), (rows, columns), strict=True)
+    ]
+    return f"{words[0][thirds[0]]} {words[1][thirds[1]]} ({_signed(evidence.flatten()[n])})"
 
 
 def draw_overlay(axes: Axes, image: Tensor, values: Tensor, limit: float) -> Any:
@@ -75,11 +96,11 @@ def draw_overlay(axes: Axes, image: Tensor, values: Tensor, limit: float) -> Any
     import matplotlib
 
     grey = image.float().mean(0, keepdim=True)
-    draw_image(axes, 0.35 + 0.65 * grey)
+    draw_image(axes, 0.45 + 0.55 * grey)
     h, w = image.shape[-2:]
     numbers = values.detach().cpu().double().numpy()
     colours = matplotlib.colormaps[SIGNED]((numbers / limit + 1) / 2)
-    colours[..., 3] = 0.15 + 0.75 * np.abs(numbers) / limit
+    colours[..., 3] = 0.9 * np.abs(numbers) / limit
     extent = (-0.5, w - 0.5, h - 0.5, -0.5)
     axes.imshow(colours, extent=extent, interpolation="nearest")
     if len(numbers) <= LARGEST_GRID:
@@ -104,4 +125,4 @@ def shorten(name: str, length: int = 14) -> str:
 
 
 def _signed(value: Any, digits: int = 2) -> str:
-    return f"{float(value):.{digits}f}".replace("-", "−")
+    return f"{round(float(value), digits) + 0.0:.{digits}f}".replace("-", "−")  # never −0

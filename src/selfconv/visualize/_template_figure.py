@@ -9,10 +9,10 @@ from torch import Tensor
 
 from selfconv.visualize._draw import (
     FRAME,
-    LARGE,
     MEDIUM,
     POSITIVE,
     SIGNED,
+    below_bar,
     colour_bar,
     conclude,
     draw_image,
@@ -52,7 +52,7 @@ def template_figure(image: Tensor, views: Sequence[PixelView], channel: int | No
         f[0, 0, channel] if seen is None else f[0, 0, channel, seen]
         for f in (view.psi, *(v.effective for v in views))
     )  # [k, k]
-    figure = new_figure(1.62 * count + 4.1, 5.3)
+    figure = new_figure(1.62 * count + 4.1, 5.5)
     halves: Any = figure.subfigures(1, 2, width_ratios=[3.0, 1.62 * count + 0.6])
     left, right = halves
     picture, template = left.subplots(2, 1, height_ratios=[1.35, 1])
@@ -61,7 +61,7 @@ def template_figure(image: Tensor, views: Sequence[PixelView], channel: int | No
         template, psi, SIGNED, limit_of(psi), "one template ψ, learned,\nthe same at every pixel"
     )
     mark_centre(template, len(psi))
-    figure.colorbar(shown, ax=template, shrink=0.8).ax.tick_params(labelsize=7)
+    below_bar(figure, shown, template)
     grid = right.subplots(3, count + 1, width_ratios=[1] * count + [0.07], squeeze=False)
     alpha, limit = limit_of(*(v.alpha[0] for v in views)), limit_of(*filters)
     for n, (one, effective) in enumerate(zip(views, filters, strict=True)):
@@ -69,7 +69,14 @@ def template_figure(image: Tensor, views: Sequence[PixelView], channel: int | No
         top, first, bottom, last = one.window
         middle = (first + last) / 2 - 0.5, (top + bottom) / 2 - 0.5
         picture.text(
-            *middle, str(n + 1), color=FRAME, fontsize=LARGE, weight="bold", ha="center", va="center"
+            *middle,
+            str(n + 1),
+            color="white",
+            fontsize=MEDIUM,
+            weight="bold",
+            ha="center",
+            va="center",
+            bbox={"boxstyle": "circle,pad=0.15", "facecolor": FRAME, "edgecolor": "white"},
         )
         draw_image(grid[0, n], _crop(image, one), f"pixel {n + 1}")
         shown_alpha = draw_values(grid[1, n], one.alpha[0], POSITIVE, alpha)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from selfconv.data import visible_channels
+from selfconv.testing import through_mask
 from selfconv.trained import TrainedModel
 from selfconv.visualize import figures
 from selfconv.visualize._choice import choose_pixels, choose_view
@@ -109,6 +110,9 @@ def model_figures(
         raise ValueError(f"{trained.name} has no self-convolution layer, and so no pixel or head to look at")
     layer = list(inspection.maps)[:2][-1] if layer is None else layer  # after the stem
     turned = equivariance_view(trained.model, trained.normalise(pixels[None]), layer)
+    if turned.group.band_limited:  # the network sees the mean colour outside of the disc
+        mean = torch.tensor(trained.data.mean[: len(shown)])[:, None, None]
+        shown = through_mask((shown - mean)[None])[0] + mean
     images = [turned.group.act_planar(shown, s) for s in turned.group]
     labels = {trained.name: predictions(trained, turned)}
     yield "equivariance", figures.equivariance_figure(images, {trained.name: turned}, labels)

@@ -6,11 +6,11 @@ weights, purple and orange for signed values, with white at zero.
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from selfconv.visualize._draw import (
@@ -30,6 +30,7 @@ from selfconv.visualize._draw import (
     mark_window,
     mosaic,
     new_figure,
+    top_aligned,
 )
 from selfconv.visualize._equivariance import EquivarianceView
 from selfconv.visualize._explanation_figure import explanation_figure
@@ -50,6 +51,8 @@ __all__ = [
     "template_figure",
 ]
 
+
+COLUMNS = 8  # elements of a group side by side
 
 # ---- one pixel ----
 
@@ -137,12 +140,25 @@ def _planar_pixel(image: Tensor, view: PixelView, channel: int) -> Figure:
         shown = draw_values(place, values, colours, limit_of(values), title)
         mark_centre(place, k)
         below_bar(figure, shown, place)
+    top_aligned(axes)
     headline(
         figure,
         f"Affine self convolution at one pixel, Eq. 11: Σ α·ψ·V + Σ α·β = {_equation(view, 0, channel)}",
         _where(view, channel),
     )
+    conclude(figure, _attention_in_words(view.alpha[0]))
     return figure
+
+
+def _attention_in_words(alpha: Tensor) -> str:
+    """How selective scores [k, k] are, and what that means for the filter."""
+    flat, even = alpha.flatten(), 1 / alpha.numel()
+    few = int((flat.sort(descending=True).values.cumsum(0) < 0.5).sum()) + 1
+    places = f"{few} of {len(flat)} places get" if few > 1 else f"One of {len(flat)} places gets"
+    return (
+        f"{places} half of the attention; the largest score is {float(flat.max()) / even:.1f} times that of "
+        "uniform attention. The filter is the template where the scores are large, and nothing elsewhere."
+    )
 
 
 def _group_pixel(image: Tensor, view: PixelView, channel: int) -> Figure:
@@ -175,6 +191,11 @@ def _group_pixel(image: Tensor, view: PixelView, channel: int) -> Figure:
         figure,
         f"Affine self convolution on {view.group}, Eq. 20: a row for each plane P; Σ α·ψ·V + Σ α·β = output",
         _where(view, channel),
+    )
+    conclude(
+        figure,
+        "Each plane applies the template, turned to its orientation, to the same neighbourhood V, and "
+        "attends to places of its own: the rows differ because the image has a direction here.",
     )
     return figure
 
@@ -213,6 +234,11 @@ def schematic_figure(image: Tensor, view: PixelView, channel: int | None = None)
         row[-1].set_xlabel(f"Σ = {_number(float(product.sum()))}", fontsize=MEDIUM)
     headline(
         figure, f"Three ways to read the neighbourhood of a pixel x = {view.pixel}", _where(view, channel)
+    )
+    conclude(
+        figure,
+        "Convolution weighs every place by its template, whatever the image shows; attention by scores, "
+        "which come from the image. Affine self convolution does both, so the three sums differ.",
     )
     return figure
 
@@ -258,7 +284,8 @@ def equivariance_figure(
 ) -> Figure:
     """The transformed images, and for each model its map of each, with the error against the transformed map.
 
-    A map is shown as the mean over channels and planes, which transforms like an image.
+    A map is shown as the mean over channels and planes, which transforms like an image. The errors are over
+    all channels and planes, and all elements, of which the figure shows up to eight.
 
     Args:
         images: to be shown, one for each element of the group.
@@ -269,47 +296,54 @@ def equivariance_figure(
     if len(groups) != 1:
         raise ValueError(f"expected views of one group; got {', '.join(sorted(groups)) or 'no views'}")
     view = next(iter(views.values()))
-    names, order = view.group.element_names, len(view.group)
-    figure = new_figure(1.6 * (order + 1) + 2.2, 1.9 * (1 + len(views)) + 1.4)
-    grid = figure.subplots(1 + len(views), order + 3, width_ratios=[1] * order + [0.06, 1, 0.06])
-    for place, image, name in zip(grid[0, :order], images, names, strict=True):
-        draw_image(place, image, name)
+    names = view.group.element_names
+    chosen = range(0, len(view.group), math.ceil(len(view.group) / COLUMNS))
+    count = len(chosen)
+    figure = new_figure(1.6 * (count + 1) + 2.4, 1.9 * (1 + len(views)) + 1.5)
+    grid = figure.subplots(1 + len(views), count + 3, width_ratios=[1] * count + [0.06, 1, 0.06])
+    for place, s in zip(grid[0], chosen, strict=False):
+        draw_image(place, images[s], names[s])
     grid[0, 0].set_ylabel("image", fontsize=MEDIUM)
-    for place in grid[0, order:]:
+    for place in grid[0, count:]:
         place.axis("off")
     for row, (model, view) in zip(grid[1:], views.items(), strict=True):
         features = [_as_picture(m) for m in view.maps]
         limit = limit_of(*features)
-        for s in range(order):
-            shown = draw_values(row[s], features[s], SIGNED, limit)
+        for place, s in zip(row, chosen, strict=False):
+            shown = draw_values(place, features[s], SIGNED, limit)
             if labels is not None:
-                row[s].set_title(labels[model][s], fontsize=MEDIUM)
+                place.set_title(labels[model][s], fontsize=MEDIUM)
         row[0].set_ylabel("\n".join([*textwrap.wrap(model, 18), "map"]), fontsize=MEDIUM)
-        colour_bar(figure, shown, row[order], inside=True)
-        shown = draw_values(row[-2], _log_error(view), POSITIVE, 0.0, least=-8.0)
-        row[-2].set_xlabel(f"largest error {max(view.errors):.0e}", fontsize=MEDIUM)
+        colour_bar(figure, shown, row[count], inside=True)
+        shown = draw_values(row[-2], view.error_map().clamp(min=1e-8).log10(), POSITIVE, 0.0, least=-8.0)
+        row[-2].set_xlabel(_error_in_words(view), fontsize=MEDIUM)
         bar = figure.colorbar(shown, cax=row[-1], ticks=[-8, -4, 0])
         bar.ax.set_yticklabels(["1e-8", "1e-4", "1"], fontsize=SMALL)
     grid[1, -2].set_title("error, log scale", fontsize=MEDIUM)
     layers = ", ".join(dict.fromkeys(view.layer for view in views.values()))
     headline(figure, "Does the map turn with the image? f(L_S[x]) against L_S[f(x)]", layers)
-    verdicts = [f"{model}: {_verdict(max(view.errors))}" for model, view in views.items()]
-    conclude(figure, f"Is the map of the turned image the turned map? {'; '.join(verdicts)}.")
+    verdicts = [f"{model}: {_verdict(view)}" for model, view in views.items()]
+    conclude(figure, f"Is the map of the transformed image the transformed map? {'; '.join(verdicts)}.")
     return figure
 
 
-def _verdict(error: float) -> str:
-    return "yes, up to rounding" if error < 1e-4 else "approximately" if error < 0.1 else "no"
+def _error_in_words(view: EquivarianceView) -> str:
+    error = max(view.errors)
+    if not view.group.band_limited:
+        return f"largest error {error:.0e}"
+    name = view.group.element_names[view.errors.index(error)]
+    return f"rms error at {name}: {error:.2g}"
 
 
-def _log_error(view: EquivarianceView) -> Tensor:
-    """log₁₀ of the largest difference at each place over all elements and channels, relative to the map."""
-    group, size = view.group, view.steered[0].abs().max().clamp(min=1e-30)
-    apart = [
-        group.act_planar((m - t).abs().flatten(0, -3).amax(0, keepdim=True), group.inverse[s])[0]  # upright
-        for s, (m, t) in enumerate(zip(view.maps, view.steered, strict=True))
-    ]
-    return (torch.stack(apart).amax(0) / size).clamp(min=1e-8).log10()
+def _verdict(view: EquivarianceView) -> str:
+    exact = [error for error, is_exact in zip(view.errors, view.group.exact, strict=True) if is_exact]
+    between = [error for error, is_exact in zip(view.errors, view.group.exact, strict=True) if not is_exact]
+    said = "yes, up to rounding" if max(exact) < 1e-4 else "no"
+    return (
+        f"{said} at multiples of 90°; between, off by {max(between):.0%} of its deviation"
+        if between
+        else said
+    )
 
 
 def _as_picture(features: Tensor) -> Tensor:
@@ -344,6 +378,11 @@ def filters_figure(filters: LayerFilters, num_heads: int, layer: str) -> Figure:
         place.set_ylabel("channel" if part.dim() == 5 else "head", fontsize=SMALL)
         colour_bar(figure, shown, place)
     headline(figure, f"The affine parameters of {layer}")
+    conclude(
+        figure,
+        "Learned, and the same at every pixel: ψ multiplies keys (K, which make the scores) and values (V), "
+        "and β is added to them. What differs from pixel to pixel are the scores alone.",
+    )
     return figure
 
 

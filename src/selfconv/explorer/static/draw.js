@@ -24,6 +24,9 @@ export const number = (x, digits = 2) => {
   return text.replace("-", "−");
 };
 
+// With so many digits after the point; never −0.
+export const fixed = (x, digits = 2) => x.toFixed(digits).replace(/^-(?=[0.]*$)/, "").replace("-", "−");
+
 export function node(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
@@ -69,19 +72,22 @@ export function photo(canvas, text, channels) {
   return canvas;
 }
 
-// A signed map over the image in grey: the stronger a cell, the less of the image shows through.
+// A signed map over the image in light grey: the stronger a cell, the less of the image shows through.
 export function overlay(background, map, limit, label) {
   const side = 320, canvas = node("canvas", {role: "img", "aria-label": label, title: label});
   canvas.width = canvas.height = side;
   const context = canvas.getContext("2d"), [rows, columns] = map.shape;
   context.imageSmoothingEnabled = false;
-  context.filter = "grayscale(1) contrast(.6) brightness(1.25)";
+  context.fillStyle = "#fff";
+  context.fillRect(0, 0, side, side);
+  context.filter = "grayscale(1)";
+  context.globalAlpha = 0.6;
   context.drawImage(background, 0, 0, side, side);
   context.filter = "none";
   const h = side / rows, w = side / columns;
   map.values.forEach((value, n) => {
     const strength = limit ? Math.abs(value) / limit : 0, i = Math.floor(n / columns), j = n % columns;
-    context.globalAlpha = 0.12 + 0.76 * strength;
+    context.globalAlpha = 0.9 * strength;
     context.fillStyle = `rgb(${signed(value, limit)})`;
     context.fillRect(j * w, i * h, w, h);
     if (rows > 4) return;
@@ -90,8 +96,8 @@ export function overlay(background, map, limit, label) {
     context.textAlign = "center";
     context.textBaseline = "middle";
     context.lineWidth = 4;
-    const text = value.toFixed(1).replace("-", "−");
-    context.strokeStyle = "#0009";
+    const text = fixed(value, 1);
+    context.strokeStyle = "#000b";
     context.fillStyle = "#fff";
     context.strokeText(text, (j + 0.5) * w, (i + 0.5) * h);
     context.fillText(text, (j + 0.5) * w, (i + 0.5) * h);
@@ -110,9 +116,9 @@ function shape(tag, attributes, text = "") {
   return made;
 }
 
-// Lines over x: {name, style, dashed, points: [[x, y], …]}.
+// Lines over x: {name for the legend, style, dashed, points: [[x, y], …], background: more points, drawn faintly}.
 export function chart({title, lines, xs, ys, xName, now, format = (y) => y, label}) {
-  const [width, height, left, right, top, bottom] = [340, 190, 38, 12, title ? 36 : 22, 34];
+  const [width, height, left, right, top, bottom] = [340, title ? 190 : 155, 38, 12, title ? 36 : 8, 34];
   const svg = shape("svg", {viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label});
   const x = (v) => left + ((v - xs[0]) / (xs.at(-1) - xs[0] || 1)) * (width - left - right);
   const y = (v) => height - bottom - ((v - ys[0]) / (ys.at(-1) - ys[0])) * (height - top - bottom);
@@ -126,13 +132,16 @@ export function chart({title, lines, xs, ys, xName, now, format = (y) => y, labe
   svg.append(shape("text", {x: (left + width - right) / 2, y: height - 4, "text-anchor": "middle"}, xName));
   if (now !== undefined) svg.append(shape("line", {class: "now", x1: x(now), x2: x(now), y1: top, y2: height - bottom}));
   let place = left;
-  for (const {name, style, dashed, points} of lines) {
-    const legend = {x1: place, x2: place + 18, y1: top - 12, y2: top - 12, class: style, "stroke-width": 2};
+  for (const {name, style, dashed, points, background = []} of lines) {
     const dash = dashed ? {"stroke-dasharray": "5 3"} : {};
-    svg.append(shape("line", {...legend, ...dash}), shape("text", {x: place + 22, y: top - 8}, name));
-    place += 34 + 6.3 * name.length;
-    const path = points.map(([a, b]) => `${x(a).toFixed(1)},${y(b).toFixed(1)}`).join(" ");
-    svg.append(shape("polyline", {class: style, points: path, ...dash}));
+    if (name) {
+      const legend = {x1: place, x2: place + 18, y1: top - 12, y2: top - 12, class: style, "stroke-width": 2};
+      svg.append(shape("line", {...legend, ...dash}), shape("text", {x: place + 22, y: top - 8}, name));
+      place += 34 + 6.3 * name.length;
+    }
+    const path = (all) => all.map(([a, b]) => `${x(a).toFixed(1)},${y(b).toFixed(1)}`).join(" ");
+    svg.append(shape("polyline", {class: `${style} faint`, points: path(background), ...dash}));
+    svg.append(shape("polyline", {class: style, points: path(points), ...dash}));
     for (const [a, b] of points.length < 40 ? points : [])
       svg.append(shape("circle", {class: `dot ${style}`, cx: x(a), cy: y(b), r: 2.2}));
   }

@@ -1,20 +1,27 @@
 // The page: what the user has chosen, what is asked of the server, and what is shown.
 
-import {chart, decode, largest, minus, node, number, overlay, part, photo, picture, sum, ticks} from "./draw.js";
+import {chart, decode, fixed, largest, minus, node, number, overlay, part, photo, picture, sum, ticks} from "./draw.js";
 
 const $ = (id) => document.getElementById(id);
 const [ANSWER, NOTHING, RUNNER_UP] = [-1, -1, -2];  // choices beside the classes
-const fixed = (x) => x.toFixed(2).replace("-", "−");
 const percent = (p) => `${(100 * p).toFixed(1)}%`;
-const style = (model) => (model.kind === "planar" ? "planar" : "group");
+const best = (p) => p.indexOf(Math.max(...p));
+
+// Planar networks and those on a group have colours of their own; a further one of its kind has another.
+function style(model) {
+  const planar = ({kind}) => kind === "planar";
+  const alike = about.models.filter((other) => planar(other) === planar(model));
+  return `${planar(model) ? "planar" : "group"}-${alike.indexOf(model) % 3}`;
+}
 
 let about;  // what the server said at the start: models, classes, samples, layers
 const chosen = {image: 0, angle: 0, home: [0, 0], layer: 0, head: 0, channel: 0};
 let truth = null;  // the label of a sample
 let shown = null;  // the last answer
 let occlusion = null;  // of the same image and angle, once it is there
-let curves = [];  // for each model a Map: angle → probability of the class that the curve is about
-let curveClass = 0;
+let around = new Map();  // angle → for each model its probabilities, as far as they are known
+let turned = [0, 0];  // from which angle to which the user has turned the image
+let curveClass = 0;  // the class that the curve is about
 
 // ---- asking ----
 
@@ -51,12 +58,16 @@ function latest(path, show) {
 const look = latest("/api/look", (answer, question) => {
   shown = {...answer, angle: question.angle};
   occlusion = null;
-  answer.models.forEach((model, n) => curves[n].set(question.angle, model.probabilities[curveClass]));
+  if (question.image === chosen.image) {
+    around.set(question.angle, answer.models.map(({probabilities}) => probabilities));
+    if (truth === null) curveClass = best(answer.models[0].upright);
+  }
   photo($("photo"), answer.image, about.channels);
   placeFrames(answer.pixel);
   drawDecisions();
   drawFilters(answer.models);
   drawMaps(answer.models);
+  drawVerdicts();
   drawCurve();
   clearTimeout(look.later);
   look.later = setTimeout(occlude, 250);
@@ -68,7 +79,25 @@ const occlude = latest("/api/occlusion", (answer, question) => {
   if (question.angle !== shown.angle || question.image !== chosen.image) return;
   occlusion = answer.models.map(decode);
   drawDecisions();
+  lookAround();
 });
+
+// The answers at other angles, one small question after another, so that no click has to wait for them.
+async function lookAround() {
+  const mine = around;  // of one image: another one has another map
+  if (lookAround.of === mine) return;
+  lookAround.of = mine;
+  try {
+    for (let step = 0; step <= 24 && mine === around; step++) {
+      const angle = 15 * Math.ceil(step / 2) * (step % 2 ? 1 : -1);  // to both sides of upright
+      if (mine.has(angle)) continue;
+      mine.set(angle, (await ask("/api/answer", JSON.stringify({...chosen, angle}))).models);
+      if (mine === around && angle % 45 === 0) drawCurve();
+    }
+  } catch (error) {
+    say(error.message, true);
+  }
+}
 
 function say(text, error = false) {
   $("message").textContent = text;
@@ -80,20 +109,13 @@ function say(text, error = false) {
 function choose(image, label) {
   Object.assign(chosen, {image, angle: 0});
   truth = label;
+  curveClass = Math.max(about.classes.indexOf(label), 0);
+  around = new Map();
+  turned = [0, 0];
   for (const [n, button] of [...$("samples").children].entries())
     button.setAttribute("aria-pressed", String(n === image));
   setAngle(0);
-  const known = about.classes.indexOf(label);
-  curveClass = known;
-  curves = about.models.map(() => new Map());
-  if (known >= 0) return look();
-  curveClass = 0;
-  return look().then(() => {  // without a label: the class that the first network answers
-    const p = shown.models[0].upright;
-    curveClass = p.indexOf(Math.max(...p));
-    curves = about.models.map((_, n) => new Map([[0, shown.models[n].probabilities[curveClass]]]));
-    drawCurve();
-  });
+  return look();
 }
 
 function setAngle(angle) {
@@ -104,6 +126,7 @@ function setAngle(angle) {
 
 function turnTo(angle) {
   setAngle(180 - ((((180 - angle) % 360) + 360) % 360));  // above −180°, up to 180°
+  turned = [Math.min(turned[0], chosen.angle), Math.max(turned[1], chosen.angle)];
   return look();
 }
 
@@ -150,31 +173,40 @@ function placeFrames([row, column]) {
 
 function card(model, n, ...children) {
   const title = node("h3", {}, model.name, " ", node("small", {}, model.title));
-  return node("article", {class: "card", "data-kind": model.kind, "data-model": n}, title, ...children);
+  return node("article", {class: `card ${style(model)}`, "data-model": n}, title, ...children);
+}
+
+function truthMark(p) {
+  if (truth === null) return [];
+  const right = about.classes[best(p)] === truth;
+  return [" ", node("span", {class: right ? "mark-right" : "mark-wrong"}, `${right ? "✓" : "✗"} true class ${truth}`)];
 }
 
 function answerLine(p) {
-  const best = p.indexOf(Math.max(...p)), line = node("p", {class: "answer", role: "status"});
-  line.append("answers ", node("b", {}, about.classes[best]), ` with ${percent(p[best])}`);
-  if (truth !== null) {
-    const right = about.classes[best] === truth;
-    const mark = right ? "right" : `wrong, the true class is ${truth}`;
-    line.append(" · ", node("span", {class: right ? "mark-right" : "mark-wrong"}, `${right ? "✓" : "✗"} ${mark}`));
-  }
-  return line;
+  return node("p", {class: "answer"}, "answers ", node("b", {}, about.classes[best(p)]), ` with ${percent(p[best(p)])}`,
+    ...truthMark(p));
+}
+
+// Beside the slider, and read out by screen readers, which would not find the answers in redrawn cards.
+function drawVerdicts() {
+  $("verdicts").replaceChildren(...about.models.map((model, n) => {
+    const p = shown.models[n].probabilities;
+    return node("li", {class: style(model)}, node("span", {class: "name"}, `${model.name}:`),
+      node("span", {class: "value"}, `${about.classes[best(p)]}, ${percent(p[best(p)])}`, ...truthMark(p)));
+  }));
 }
 
 function bars(p, upright) {
   let order = about.classes.map((_, n) => n);
   if (order.length > 10)
     order = order.sort((a, b) => Math.max(p[b], upright[b]) - Math.max(p[a], upright[a])).slice(0, 10);
-  const best = p.indexOf(Math.max(...p)), list = node("ol", {class: "bars"});
+  const list = node("ol", {class: "bars"});
   list.style.setProperty("--names", `${Math.min(9, Math.max(...about.classes.map((c) => c.length)) * 0.62 + 0.5)}em`);
   for (const n of order) {
     const bar = node("span", {class: "bar"}), tick = node("span", {class: "tick"});
     bar.style.width = `${100 * p[n]}%`;
     tick.style.left = `${100 * upright[n]}%`;
-    list.append(node("li", n === best ? {class: "best"} : {}, node("span", {class: "name"}, about.classes[n]),
+    list.append(node("li", n === best(p) ? {class: "best"} : {}, node("span", {class: "name"}, about.classes[n]),
       node("span", {class: "track"}, bar, tick), node("span", {class: "value"}, percent(p[n]))));
   }
   return list;
@@ -183,12 +215,12 @@ function bars(p, upright) {
 function evidence(maps, n) {
   const [own, other] = [$("class").value, $("other").value].map(Number);
   const {logits} = shown.models[n], order = logits.map((_, c) => c).sort((a, b) => logits[b] - logits[a]);
-  const best = own === ANSWER ? order[0] : own, next = other === RUNNER_UP ? order.find((c) => c !== best) : other;
-  const map = part(maps, best), name = about.classes[best];
-  if (next === undefined || next === NOTHING || next === best)
+  const first = own === ANSWER ? order[0] : own, next = other === RUNNER_UP ? order.find((c) => c !== first) : other;
+  const map = part(maps, first), name = about.classes[first];
+  if (next === undefined || next === NOTHING || next === first)
     return {map, words: `“${name}”`, logit: `the logit of “${name}”`};
   const words = `“${name}” rather than “${about.classes[next]}”`;
-  const logit = `the difference of their logits, ${fixed(logits[best])} − ${fixed(logits[next])}`;
+  const logit = `the difference of their logits (${fixed(logits[first])} and ${fixed(logits[next])})`;
   return {map: minus(map, part(maps, next)), words, logit};
 }
 
@@ -203,14 +235,18 @@ function drawDecisions() {
     if (occlusion) {
       const falls = evidence(occlusion[n], n).map, limit = largest(falls);
       covered.append(overlay($("photo"), falls, limit, `occlusion for ${words}, largest fall ${number(limit)}`));
-      covered.append(node("figcaption", {}, "Occlusion: covering a part lowers this number by up to ",
-        node("b", {}, fixed(Math.max(...falls.values))), "."));
+      const most = Math.max(...falls.values);
+      covered.append(node("figcaption", {}, ...(most > 0
+        ? ["Occlusion: covering a part lowers this number by up to ", node("b", {}, fixed(most)), "."]
+        : ["Occlusion: no part is needed; covering one raises this number by up to ",
+          node("b", {}, fixed(-Math.min(...falls.values))), "."])));
     } else {
       const waiting = node("canvas", {"aria-hidden": "true"});
       waiting.width = waiting.height = 320;
       covered.append(waiting, node("figcaption", {}, "Occlusion: covering part after part…"));
     }
-    const facts = node("p", {class: "facts"}, model.facts), said = node("p", {class: "said"}, answer.said || " ");
+    const facts = node("p", {class: "facts"}, `${model.meaning} ${model.facts}.`);
+    const said = node("p", {class: "said"}, answer.said || "Turn the image: does the answer hold?");
     return card(model, n, facts, answerLine(answer.probabilities), said, bars(answer.probabilities, answer.upright),
       node("div", {class: "pair"}, why, covered));
   }));
@@ -220,12 +256,14 @@ function drawDecisions() {
 
 const COLUMNS = [["V", "values"], ["ψ", "template"], ["α", "scores"], ["α·ψ", "filter"], ["α·β", "position"]];
 
+const planeName = (model, plane) => node("th", {scope: "row"}, model.planes.length > 1 ? plane : "");
+
 function filterTable(model, f) {
   const arrays = [f.value, f.psi, f.alpha, f.effective, f.positional].map(decode), limits = arrays.map((a) => largest(a));
   const head = node("tr", {}, node("td", {class: "corner"}), ...COLUMNS.map(([name, what]) =>
     node("th", {scope: "col"}, node("b", {}, name), node("span", {class: "about"}, node("br"), what))),
     node("th", {scope: "col", class: "number"}, node("b", {}, "="), node("span", {class: "about"}, node("br"), "output")));
-  const rows = model.planes.map((plane, p) => node("tr", {}, node("th", {scope: "row"}, plane),
+  const rows = model.planes.map((plane, p) => node("tr", {}, planeName(model, plane),
     ...COLUMNS.map(([name], c) => {
       const values = c === 0 ? arrays[0] : part(arrays[c], p);
       return node("td", {}, picture(values, limits[c], name === "α", `${name} at ${plane}, up to ${number(limits[c])}`));
@@ -240,7 +278,7 @@ function headsTable(model, f) {
   const numbers = Array.from({length: count}, (_, n) => n);
   const head = node("tr", {}, node("td", {class: "corner"}), ...numbers.map((n) =>
     node("th", {scope: "col", ...(n === f.head ? {class: "best"} : {})}, String(n + 1))));
-  const rows = model.planes.map((plane, p) => node("tr", {}, node("th", {scope: "row"}, plane), ...numbers.map((n) =>
+  const rows = model.planes.map((plane, p) => node("tr", {}, planeName(model, plane), ...numbers.map((n) =>
     node("td", {}, picture(part(part(heads, n), p), limit, true, `α of head ${n + 1} at ${plane}`)))));
   return node("table", {class: "heads"}, node("caption", {}, `α of every head, 0 to ${number(limit)}`),
     node("thead", {}, head), node("tbody", {}, ...rows));
@@ -261,27 +299,36 @@ function drawMaps(models) {
   $("maps").replaceChildren(...about.models.map((model, n) => {
     const m = models[n].maps, rows = {upright: decode(m.upright)};
     if (shown.angle) rows[`turned ${shown.angle}°`.replace("-", "−")] = decode(m.turned);
-    const limit = largest(...Object.values(rows));
-    const head = model.planes.length > 1 ? [node("thead", {}, node("tr", {}, node("td", {class: "corner"}),
-      ...model.planes.map((plane) => node("th", {scope: "col"}, plane))))] : [];
-    const body = node("tbody", {}, ...Object.entries(rows).map(([name, maps]) => node("tr", {},
-      node("th", {scope: "row"}, name), ...model.planes.map((plane, p) =>
-        node("td", {}, picture(part(maps, p), limit, false, `feature map at ${plane}, ${name}`))))));
+    const limit = largest(...Object.values(rows)), names = Object.keys(rows), planar = model.planes.length === 1;
+    const cell = (name, plane, p) => node("td", {}, picture(part(rows[name], p), limit, false,
+      planar ? `feature map, ${name}` : `feature map at ${plane}, ${name}`));
+    const header = (text) => node("th", {scope: "col"}, text), corner = node("td", {class: "corner"});
+    const head = planar ? names.map(header) : [corner, ...model.planes.map(header)];
+    const body = planar ? [node("tr", {}, ...names.map((name) => cell(name, model.planes[0], 0)))]
+      : names.map((name) => node("tr", {}, node("th", {scope: "row"}, name),
+        ...model.planes.map((plane, p) => cell(name, plane, p))));
     return card(model, n, node("p", {class: "where"}, `${m.where}, ±${number(limit)}`),
-      node("table", {class: model.planes.length > 1 ? "maps" : "maps single"}, ...head, body), node("p", {class: "said", role: "status"}, m.said || " "));
+      node("table", {class: planar ? "maps single" : "maps"}, node("thead", {}, node("tr", {}, ...head)),
+        node("tbody", {}, ...body)),
+      node("p", {class: "said"}, m.said || (shown.angle ? "" : "Turn the image to compare.")));
   }));
 }
 
 // ---- the curve ----
 
 function drawCurve() {
-  const lines = about.models.map((model, n) => ({name: model.name, style: style(model), dashed: style(model) === "planar",
-    points: [...curves[n]].sort((a, b) => a[0] - b[0])}));
-  const name = about.classes[curveClass], count = curves[0].size;
+  const known = [...around].sort((a, b) => a[0] - b[0]), name = about.classes[curveClass];
+  const lines = about.models.map((model, n) => {
+    const background = known.map(([angle, models]) => [angle, models[n][curveClass]]);
+    const points = background.filter(([angle]) => turned[0] <= angle && angle <= turned[1]);
+    return {style: style(model), dashed: model.kind === "planar", points, background};
+  });
+  const now = about.models.map((model, n) => `${model.name} ${percent(shown.models[n].probabilities[curveClass])}`);
   $("curve").replaceChildren(chart({lines, xs: [-180, -90, 0, 90, 180], ys: [0, 0.5, 1], xName: "degrees",
-    now: shown.angle, format: (y) => `${100 * y}%`, label: `probability of ${name} against the angle, ${count} angles so far`}));
-  $("curve-caption").textContent = `Probability of “${name}” at each angle you have turned to (${count} so far). `
-    + "A network that knows rotations stays level at multiples of 90°.";
+    now: shown.angle, format: (y) => `${100 * y}%`,
+    label: `probability of ${name} against the angle; at ${shown.angle}°: ${now.join(", ")}`}));
+  $("curve-caption").textContent = `Probability of “${name}”, at the angles you have turned through (strong) and at `
+    + "others (faint). A network built for turns by 90° comes back to the same answer at each of them.";
 }
 
 // ---- training ----
@@ -290,7 +337,7 @@ function trainingCard(model, n, seen) {
   const images = node("div", {class: "seen", role: "img", "aria-label": `${seen.images.length} training images`});
   images.append(...seen.images.map((image) => photo(node("canvas"), image, about.channels)));
   const charts = [["Loss", "loss", null], ["Accuracy", "accuracy", 1]].map(([title, what, top]) => {
-    const lines = [["training", "train", "group"], ["validation", "val", "planar"]].map(([name, key, look]) => ({
+    const lines = [["training", "train", "group-0"], ["validation", "val", "planar-0"]].map(([name, key, look]) => ({
       name, style: look, dashed: key === "val", points: seen.metrics.map((row) => [row.epoch, row[`${key}_${what}`]])
         .filter(([, value]) => value !== null && value !== undefined)}));
     const values = lines.flatMap(({points}) => points.map(([, value]) => value));
@@ -299,7 +346,7 @@ function trainingCard(model, n, seen) {
       xName: "epoch", label: `${title} over ${last} epochs`});
   });
   const course = seen.metrics.length ? charts : [node("p", {}, "No epoch of this run has ended.")];
-  return card(model, n, node("p", {}, seen.said), images, node("div", {class: "pair"}, ...course));
+  return card(model, n, node("p", {}, seen.said), images, ...course);
 }
 
 async function showTraining() {
@@ -369,9 +416,10 @@ function listen() {
 
 async function start() {
   about = await ask("/api/start");
-  const names = about.models.map(({name}) => name).join(" and ");
-  $("about").textContent = `${names}, trained on ${about.data}: what each network answers, which parts of the image `
-    + "it answers from, and what changes when the image is turned.";
+  const names = new Intl.ListFormat("en").format(about.models.map(({name}) => name)), many = about.models.length > 1;
+  $("about").textContent = `${names} ${many ? "say" : "says"} what is in an image, after training on ${about.data}. See `
+    + "which parts of the image an answer comes from, and turn the image: does the answer hold?";
+  $("planes-caption").hidden = about.models.every(({planes}) => planes.length === 1);
   $("samples").append(...about.samples.map(({label, image}, n) => {
     const button = node("button", {type: "button", "aria-label": `sample: ${label}`, title: label, "aria-pressed": "false"},
       photo(node("canvas"), image, about.channels));

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -158,6 +159,14 @@ def test_predict_explains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert run_cli("predict", "digits_asc", files[0], "--json", "--explain", out) == 0
     found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
     assert found[0]["label"] == lines[0][1]
+    stack = np.stack([digit, digit.T])[..., None].astype(np.uint16) * 16
+    np.save(tmp_path / "stack.npy", stack)
+    deep = tmp_path / "deep"
+    deeper = (tmp_path / "stack.npy", "--range", "0,4080")
+    assert run_cli("predict", "digits_asc", *deeper, "--explain", deep) == 0
+    assert {path.name for path in deep.iterdir()} == {"stack[0].explained.png", "stack[1].explained.png"}
+    assert (deep / "stack[0].explained.png").read_bytes() == pictures[0].read_bytes()  # the same pixels
+    capsys.readouterr()
     (tmp_path / "file").write_text("")
     assert run_cli("predict", "digits_asc", files[0], "--explain", tmp_path / "file") == 2
     error = capsys.readouterr().err

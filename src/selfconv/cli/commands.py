@@ -98,28 +98,27 @@ def predict(
     if explain is not None:
         require("drawing pictures", "matplotlib")
     opened = open_trained(trained)
-    files: list[str] = []
+    see = None
+    if explain is not None:
+        from selfconv.visualize import ExplanationWriter
+
+        see = ExplanationWriter(opened, explain).write
     failed, answers, write = 0, [], _prediction_writer(format, opened.data.class_names)
     with _progress("classifying", hidden=sys.stdout.isatty()) as watch:
         show = (
             None if watch is None else (lambda done, total: watch(done / total, f"{done} of {total} files"))
         )
-        for answer in predict_each(opened, images, pixel_range=range, watch=show):
+        for answer in predict_each(opened, images, pixel_range=range, watch=show, see=see):
             if isinstance(answer, DataError):
                 failed += 1
                 print(f"selfconv: {answer}", file=sys.stderr)
                 continue
-            files.append(answer.file)
             if json:
                 answers.append(asdict(answer))
             else:
                 write(answer)
     if json:
         print(json_module.dumps(answers))
-    if explain is not None:
-        from selfconv.visualize import write_explanations
-
-        write_explanations(opened, files, explain)
     if failed:
         raise SystemExit(1)
 

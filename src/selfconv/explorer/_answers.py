@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from selfconv.data import Augment, Batches, DataError
+from selfconv.data import Batches, DataError
 from selfconv.explorer._comparison import (
     Comparison,
     Image,
@@ -30,6 +30,7 @@ from selfconv.explorer._comparison import (
     turn_place,
 )
 from selfconv.groups import Group
+from selfconv.train import augmentation
 from selfconv.trained import TrainedModel
 from selfconv.visualize import PixelView, selectivity
 
@@ -236,18 +237,18 @@ class Answers:
         before = self.comparison.inspect(model, choice.image).maps[name]
         after = self.comparison.inspect(model, turned).maps[name]
         heads = self._heads(model, choice.layer)
-        own = min(choice.head, heads - 1) * (len(before) // heads) + choice.channel
-        own = min(own, len(before) - 1)
+        per_head = len(before) // heads
+        channel = min(choice.head, heads - 1) * per_head + min(choice.channel, per_head - 1)
         said = ""
         if choice.angle and choice.angle % 90 == 0:
             error = self.comparison.map_error(model, choice.image, int(choice.angle) // 90, name)
             said = follow_in_words(error)
         planes = len(self.comparison.models[model].model.group)
         return {
-            "where": f"{layer_title(name)}, channel {own + 1} of {len(before)}",
+            "where": f"{layer_title(name)}, channel {channel + 1} of {len(before)}",
             "said": said,
-            "upright": numbers(before[own].reshape(planes, *before.shape[-2:])),
-            "turned": numbers(after[own].reshape(planes, *after.shape[-2:])),
+            "upright": numbers(before[channel].reshape(planes, *before.shape[-2:])),
+            "turned": numbers(after[channel].reshape(planes, *after.shape[-2:])),
         }
 
     # ---- what a request says ----
@@ -309,9 +310,13 @@ def _training(trained: TrainedModel) -> Json:
     moved = f"moved by up to {recipe.pad} pixel{'s' * (recipe.pad > 1)}" if recipe.pad else "not moved"
     flipped = "flipped or not" if recipe.flip else "never flipped"
     turned = {"none": "never turned", "quarter": "turned by multiples of 90°", "any": "turned by any angle"}
-    said = (
-        f"Each image was {moved}, {flipped}, {turned[recipe.rotate]}, anew in each of {recipe.epochs} epochs."
-    )
+    changes = [moved, flipped, turned[recipe.rotate]]
+    varied = [name for name in ("brightness", "contrast", "colour") if getattr(recipe, name)]
+    changes += [f"changed in {name}" for name in varied]
+    changes += ["partly erased or not"] if recipe.erase else []
+    sizes = sorted({*recipe.all_sizes(trained.data.size)})
+    smaller = f" Early epochs used smaller images, from {sizes[0]} pixels on." if len(sizes) > 1 else ""
+    said = f"Each image was {', '.join(changes)}, anew in each of {recipe.epochs} epochs.{smaller}"
     metrics = [asdict(epoch) for epoch in trained.metrics]
     try:
         data = load_own_data(trained)
@@ -321,14 +326,13 @@ def _training(trained: TrainedModel) -> Json:
             "images": [],
             "metrics": metrics,
         }
-    augment = Augment(flip=recipe.flip, pad=recipe.pad, rotate=recipe.rotate)
     mean, std = trained.data.mean, trained.data.std
     batches = Batches(
         data.train,
         TRAINING_IMAGES,
         mean=mean,
         std=std,
-        augment=augment,
+        augment=augmentation(recipe),
         shuffle=True,
         seed=trained.config.seed,
     )

@@ -200,10 +200,10 @@ def load_own_data(trained: TrainedModel) -> Dataset:
     """The data set that a model was trained on, if it is on this machine: the page makes no requests.
 
     Raises:
-        DataError: it cannot be read, or has other images now.
+        DataError: it cannot be read, or has changed since the model was trained.
     """
     data = open_data(trained.config, folder=trained.run_folder, download=False)
-    if (data.in_channels, data.size) != (trained.data.in_channels, trained.data.size):
+    if data.digest != trained.data.digest:
         raise DataError(f"{data.name} has changed since the model was trained")
     return data
 

@@ -89,11 +89,13 @@ def predict_each(
     *,
     pixel_range: str | None = None,
     watch: Callable[[int, int], None] | None = None,
+    see: Callable[[Prediction, Tensor], None] | None = None,
 ) -> Iterator[Prediction | DataError]:
     """The answers of ``predict`` as they come, and the error in place of one for a file that cannot be read.
 
     Args:
         watch: called with the number of files that are done and of all.
+        see: called with each prediction and the image that it is about: pixels in 0..1, [C, size, size].
     """
     files, info = image_files(images), trained.data
     pixels = info.pixels if pixel_range is None else _given_range(pixel_range)
@@ -116,11 +118,14 @@ def predict_each(
                 if isinstance(one, DataError):
                     yield one
                     continue
-                for index in range(len(one)):
+                for index, image in enumerate(one):
                     name = f"{file}[{index}]" if len(one) > 1 else str(file)
                     probabilities = dict(zip(info.class_names, next(answers), strict=True))
                     label = max(probabilities, key=lambda key: probabilities[key])
-                    yield Prediction(name, label, probabilities[label], probabilities)
+                    prediction = Prediction(name, label, probabilities[label], probabilities)
+                    if see is not None:
+                        see(prediction, image.float() / pixels.levels)
+                    yield prediction
             if watch is not None:
                 watch(start + len(chunk), len(files))
 

@@ -24,12 +24,13 @@ from selfconv.visualize._inspection import (
 )
 
 if TYPE_CHECKING:
-    from selfconv.visualize._write import write_explanations, write_figures
+    from selfconv.visualize._write import ExplanationWriter, write_figures
 else:
-    __getattr__, __dir__ = lazy(__name__, _write=["write_explanations", "write_figures"])
+    __getattr__, __dir__ = lazy(__name__, _write=["ExplanationWriter", "write_figures"])
 
 __all__ = [
     "EquivarianceView",
+    "ExplanationWriter",
     "Inspection",
     "LayerFilters",
     "LayerInfo",
@@ -43,6 +44,5 @@ __all__ = [
     "look",
     "occlusion_maps",
     "selectivity",
-    "write_explanations",
     "write_figures",
 ]

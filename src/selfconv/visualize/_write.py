@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from selfconv.data import visible_channels
+from selfconv.data import normalise, visible_channels
 from selfconv.testing import through_mask
-from selfconv.trained import TrainedModel
+from selfconv.trained import Prediction, TrainedModel
 from selfconv.visualize import figures
 from selfconv.visualize._choice import choose_pixels, choose_view
 from selfconv.visualize._equivariance import EquivarianceView, equivariance_view
@@ -52,34 +52,39 @@ def write_figures(
     return [path for name, figure in made for path in save(figure, out / name)]
 
 
-def write_explanations(
-    trained: TrainedModel, files: Sequence[str | os.PathLike[str]], out: Path
-) -> list[Path]:
-    """Writes for each image file a figure of why the model decides as it does; returns the pictures.
+class ExplanationWriter:
+    """Writes a figure for each image of why the model decides as it does; ``predict_each`` calls ``write``.
 
     ``cat.jpg`` becomes ``cat.explained.png``; of files with the same name the later ones get a number.
     """
-    out.mkdir(parents=True, exist_ok=True)
-    written: list[Path] = []
-    for file in files:
-        figure = explain(trained, trained.read_image(file), None)
-        stem, number = Path(file).stem, 1
-        while (path := out / f"{stem}{'' if number == 1 else f'-{number}'}.explained.png") in written:
+
+    def __init__(self, trained: TrainedModel, out: Path) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        self.trained, self.out = trained, out
+        self.written: set[Path] = set()
+
+    def write(self, prediction: Prediction, pixels: Tensor) -> None:
+        """Explains the prediction about an image: pixels in 0..1, ``[C, h, w]``."""
+        figure = explain(self.trained, pixels, None)
+        path, number = Path(prediction.file), 1
+        stem = path.stem + path.suffix[4:] if path.suffix.startswith(".npy[") else path.stem
+        file = self.out / f"{stem}.explained.png"
+        while file in self.written:
             number += 1
-        save_png(figure, path)
-        written.append(path)
-    return written
+            file = self.out / f"{stem}-{number}.explained.png"
+        save_png(figure, file)
+        self.written.add(file)
 
 
 def explain(trained: TrainedModel, pixels: Tensor, truth: str | None) -> Figure:
-    """Why a model decides as it does about an image of integers ``[C, h, w]``."""
-    image = trained.normalise(pixels[None])
+    """Why a model decides as it does about an image: pixels in 0..1, ``[C, h, w]``."""
+    image = normalise(pixels[None], trained.data.mean, trained.data.std, levels=1)
     maps = class_activation_maps(trained.model, image), occlusion_maps(trained.model, image)
-    return figures.explanation_figure(_visible(trained, pixels), *maps, trained.data.class_names, truth)
+    return figures.explanation_figure(_visible(pixels), *maps, trained.data.class_names, truth)
 
 
-def _visible(trained: TrainedModel, pixels: Tensor) -> Tensor:
-    return pixels[: visible_channels(len(pixels))].float() / trained.data.pixels.levels
+def _visible(pixels: Tensor) -> Tensor:
+    return pixels[: visible_channels(len(pixels))]
 
 
 def model_figures(
@@ -91,7 +96,8 @@ def model_figures(
     truth: str | None = None,
 ) -> Iterator[tuple[str, Figure]]:
     """The pictures by name, for an image of integers ``[C, h, w]``; two if there is no self convolution."""
-    shown = _visible(trained, pixels)
+    fractions = pixels.float() / trained.data.pixels.levels
+    shown = _visible(fractions)
     inspection = Inspection(trained.model, trained.normalise(pixels[None]))
     if inspection.layers:
         info = inspection.layer(inspection.layers[0].name if layer is None else layer)
@@ -116,7 +122,7 @@ def model_figures(
     images = [turned.group.act_planar(shown, s) for s in turned.group]
     labels = {trained.name: predictions(trained, turned)}
     yield "equivariance", figures.equivariance_figure(images, {trained.name: turned}, labels)
-    yield "explanation", explain(trained, pixels, truth)
+    yield "explanation", explain(trained, fractions, truth)
 
 
 def predictions(trained: TrainedModel, view: EquivarianceView) -> list[str]:

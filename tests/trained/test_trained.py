@@ -47,7 +47,7 @@ def test_every_command_takes_it(
     assert record is not None
     assert accuracy == pytest.approx(record["test_accuracy"])
     assert run_cli("predict", place, "image.png") == 0
-    assert run_cli("export", place, "--to", tmp_path / "model.pt2") == 0
+    assert run_cli("export", place, "--to", tmp_path / "model.pt2", "--no-compile") == 0
     assert run_cli("audit", place, "--size", "16") == 0
     assert run_cli("figures", place, "--image", "image.png", "--out", tmp_path / "figures") == 0
     assert len(list((tmp_path / "figures").glob("*.png"))) == 7
@@ -71,8 +71,10 @@ def test_an_onnx_file_has_what_its_user_needs(name: str, tmp_path: Path) -> None
     Image.fromarray(pixels).save(tmp_path / "clear.png")
     Image.fromarray(pixels[..., 0]).save(tmp_path / "grey.png")
     Image.fromarray(pixels[..., :3]).quantize(16).save(tmp_path / "palette.gif")
+    Image.fromarray(pixels[..., :3]).quantize(16).save(tmp_path / "palette.png", transparency=3)
+    Image.fromarray(pixels[:, :20, :3]).convert("CMYK").save(tmp_path / "wide.jpg")
     Image.fromarray(pixels[..., :3].repeat(5, 0).repeat(5, 1)).save(tmp_path / "turned.jpg", exif=turned)
-    files = ["clear.png", "grey.png", "palette.gif", "turned.jpg"]
+    files = ["clear.png", "grey.png", "palette.gif", "palette.png", "wide.jpg", "turned.jpg"]
     predictions = predict(trained, [tmp_path / file for file in files])
     for file, prediction in zip(files, predictions, strict=True):
         images = found["preprocess"](tmp_path / file, size, channels)

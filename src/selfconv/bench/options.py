@@ -26,7 +26,8 @@ class BenchOptions:
     """What to measure, and for how long."""
 
     sections: tuple[Literal["ops", "growth", "models", "inference"], ...] = ("ops", "growth", "models")
-    """inference: trained networks as torch, optimised, exported with torch.export and in ONNX Runtime."""
+    """inference: trained networks as torch, optimised, exported with torch.export, compiled and in ONNX
+    Runtime."""
     device: str = "cpu"
     """cpu, or cuda, which uses the Triton kernels."""
     threads: int | None = None

@@ -108,13 +108,15 @@ class Comparison:
         """By how much each logit falls if a part of the image is covered, ``[num_classes, 8, 8]``."""
         seen = self.see(model, image)
         if seen.occlusion is None:
-            seen.occlusion = occlusion_maps(self.models[model].model, self._normalised(model, image[None]))
+            seen.occlusion = occlusion_maps(
+                self.models[model].optimized, self._normalised(model, image[None])
+            )
         return seen.occlusion
 
     def answers(self, model: int, images: NDArray[np.uint8]) -> NDArray[np.int64]:
         """The predicted classes of images ``[N, C, size, size]``."""
         with torch.no_grad():
-            return self.models[model].model(self._normalised(model, images)).argmax(1).numpy(force=True)
+            return self.models[model].optimized(self._normalised(model, images)).argmax(1).numpy(force=True)
 
     def first_sample(self) -> int:
         """The sample to begin with: all models know it, and turning it deceives the most of them."""

@@ -73,7 +73,7 @@ def write_explanations(
 def explain(trained: TrainedModel, pixels: Tensor, truth: str | None) -> Figure:
     """Why a model decides as it does about an image of integers ``[C, h, w]``."""
     image = trained.normalise(pixels[None])
-    maps = class_activation_maps(trained.model, image), occlusion_maps(trained.model, image)
+    maps = class_activation_maps(trained.model, image), occlusion_maps(trained.optimized, image)
     return figures.explanation_figure(_visible(trained, pixels), *maps, trained.data.class_names, truth)
 
 

@@ -161,7 +161,9 @@ def test_inference_in_every_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_inference, "create_model", partial(create_model, **options))
     monkeypatch.setattr(_inference, "BATCHES", (2,))
     rows = list(_inference.measure_inference(("resnet29_asc",), 0.01))
-    assert [r.form for r in rows] == ["as trained", "optimised", "torch.export", "ONNX Runtime"]
+    assert [r.form for r in rows] == [
+        "as trained", "optimised", "torch.export", "AOTInductor", "ONNX Runtime"
+    ]  # fmt: skip
     assert all(r.error <= 1e-4 and r.milliseconds and r.ratio for r in rows)
     wrong = replace(rows[1], error=float("nan"), milliseconds=None, ratio=None)
     page = markdown(replace(RESULTS, inference=[rows[0], wrong]), [])

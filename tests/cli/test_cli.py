@@ -115,12 +115,37 @@ def test_predict(run: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFi
         assert sum(answer["probabilities"].values()) == pytest.approx(1, abs=1e-5)
 
 
-@pytest.mark.parametrize("suffix", ["onnx", "pt2"])
-def test_export(plain: Path, data: Path, tmp_path: Path, suffix: str) -> None:
+PROGRAM = "a torch.export program"
+
+
+@pytest.mark.parametrize(
+    ("suffix", "options", "compiler", "form"),
+    [
+        ("onnx", [], "g++", "ONNX"),
+        ("pt2", [], "g++", f"{PROGRAM}, and the same compiled for processors like this one (AOTInductor)"),
+        ("pt2", [], "nowhere/g++", f"{PROGRAM}; not compiled: no C++ compiler was found"),
+        ("pt2", [], "false", f"{PROGRAM}; not compiled: no C++ compiler was found"),
+        ("pt2", ["--no-compile"], "g++", PROGRAM),
+    ],
+)
+def test_export(
+    plain: Path,
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    suffix: str,
+    options: list[str],
+    compiler: str,
+    form: str,
+) -> None:
+    from torch._inductor import aoti_load_package, config
+
     from selfconv.data import normalise
 
     path = tmp_path / f"model.{suffix}"
-    assert run_cli("export", plain, "--to", path) == 0
+    with config.patch({"cpp.cxx": (compiler,)}):
+        assert run_cli("export", plain, "--to", path, *options) == 0
+    assert f"form: {form}\n" in capsys.readouterr().out
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
     opened = open_trained(plain)
     images = load_data(data).test.images[:7]
@@ -134,6 +159,8 @@ def test_export(plain: Path, data: Path, tmp_path: Path, suffix: str) -> None:
     else:
         outputs = torch.export.load(path).module()(pixels)
     torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-4)
+    if "compiled for" in form:
+        torch.testing.assert_close(aoti_load_package(str(path))(pixels), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_models(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,14 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import selfconv
-from selfconv.models import create_model, export_onnx, export_program, fold_batch_norm, list_models
+from selfconv.models import (
+    compile_program,
+    create_model,
+    export_onnx,
+    export_program,
+    fold_batch_norm,
+    list_models,
+)
 from selfconv.nn import (
     AffineSelfConv2d,
     GroupBatchNorm,
@@ -129,6 +137,18 @@ def test_an_optimised_network_under_autograd_copies_threads_and_dtypes() -> None
     assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
 
 
+@pytest.mark.parametrize("name", ["resnet29", "p4resnet29_asc"])
+def test_an_optimised_network_has_a_state_and_refuses_training(name: str) -> None:
+    optimized, other = (selfconv.optimize_for_inference(tiny(name)) for _ in range(2))
+    images = torch.randn(2, 3, 8, 8)
+    assert not torch.equal(optimized(images), other(images))
+    other.load_state_dict(optimized.state_dict())
+    assert torch.equal(optimized(images), other(images))
+    with pytest.raises(RuntimeError, match="expected evaluation mode; its filters are fixed copies"):
+        optimized.train()
+    assert torch.equal(optimized.eval()(images), other(images))
+
+
 @pytest.mark.parametrize("name", ["resnet29_asc", "p4mresnet29_asc"])
 @pytest.mark.filterwarnings("ignore:.*only approximately")
 def test_one_onnx_file_takes_any_batch_and_size(name: str, tmp_path: Path) -> None:
@@ -141,6 +161,26 @@ def test_one_onnx_file_takes_any_batch_and_size(name: str, tmp_path: Path) -> No
         (logits,) = session.run(["logits"], {"images": images.numpy()})
         with torch.no_grad():
             assert relative_error(torch.from_numpy(logits), model(images)) < 1e-4
+
+
+WITHOUT_THE_PACKAGE = """
+import sys
+sys.modules["selfconv"] = None
+import torch
+compiled, program = torch._inductor.aoti_load_package("model.pt2"), torch.export.load("model.pt2").module()
+for images, expected in torch.load("expected.pt"):
+    for form in (compiled, program):
+        assert (form(images) - expected).abs().max() <= 1e-4 * expected.abs().max()
+"""
+
+
+def test_one_file_holds_the_program_and_its_compiled_form(tmp_path: Path) -> None:
+    model = tiny("p4resnet29_asc")
+    compile_program(export_program(model, input_shape=(3, 8, 8)), tmp_path / "model.pt2")
+    cases = [torch.randn(*shape) for shape in ((1, 3, 8, 8), (3, 3, 9, 11), (2, 3, 13, 17))]
+    with torch.no_grad():
+        torch.save([(images, model(images)) for images in cases], tmp_path / "expected.pt")
+    subprocess.run([sys.executable, "-c", WITHOUT_THE_PACKAGE], cwd=tmp_path, check=True)
 
 
 def test_no_exported_tensor_is_an_unfolded_window() -> None:

@@ -14,10 +14,11 @@ import torch
 from helpers.tiny_runs import run_cli, tiny_config, tiny_data
 from PIL import Image
 
+from selfconv.data import normalise
 from selfconv.explorer._comparison import Comparison
 from selfconv.models import ResNet, create_model, list_models
 from selfconv.train import RunError, train
-from selfconv.trained import evaluate, export, open_trained, predict
+from selfconv.trained import TrainedModel, evaluate, export, open_trained, predict
 
 PLACES = ["run", "run/model", "digits_asc"]
 
@@ -47,19 +48,26 @@ def test_every_command_opens_every_kind_of_trained_model(
     assert record is not None
     assert accuracy == pytest.approx(record.test_accuracy)
     assert run_cli("predict", place, "image.png") == 0
-    assert run_cli("export", place, "--to", tmp_path / "model.pt2") == 0
+    assert run_cli("export", place, "--to", tmp_path / "model.pt2", "--no-compile") == 0
     assert run_cli("audit", place, "--size", "16") == 0
     assert run_cli("figures", place, "--image", "image.png", "--out", tmp_path / "figures") == 0
     assert len(list((tmp_path / "figures").glob("*.png"))) == 7
     assert Comparison.open(place).models[0].name == Path(place).name
 
 
-@pytest.mark.parametrize("name", list_models(pretrained=True))
-def test_an_onnx_file_has_what_its_user_needs(name: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module", params=list_models(pretrained=True))
+def shipped(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[TrainedModel, Any]:
+    """A shipped model, and its exported form in ONNX Runtime."""
+    trained, path = open_trained(request.param), tmp_path_factory.mktemp("shipped") / "model.onnx"
+    export(trained, path)
+    return trained, onnxruntime.InferenceSession(path)
+
+
+def test_an_onnx_file_has_what_its_user_needs(shipped: tuple[TrainedModel, Any], tmp_path: Path) -> None:
     """Class names, and preprocessing that gives the numbers of predict: EXIF, transparency, crop, grey."""
-    trained = open_trained(name)
-    export(trained, tmp_path / "model.onnx")
-    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    trained, session = shipped
     metadata = session.get_modelmeta().custom_metadata_map
     assert json.loads(metadata["classes"]) == trained.data.class_names
     channels, size, _ = json.loads(metadata["image_shape"])
@@ -71,8 +79,10 @@ def test_an_onnx_file_has_what_its_user_needs(name: str, tmp_path: Path) -> None
     Image.fromarray(pixels).save(tmp_path / "clear.png")
     Image.fromarray(pixels[..., 0]).save(tmp_path / "grey.png")
     Image.fromarray(pixels[..., :3]).quantize(16).save(tmp_path / "palette.gif")
+    Image.fromarray(pixels[..., :3]).quantize(16).save(tmp_path / "palette.png", transparency=3)
+    Image.fromarray(pixels[:, :20, :3]).convert("CMYK").save(tmp_path / "wide.jpg")
     Image.fromarray(pixels[..., :3].repeat(5, 0).repeat(5, 1)).save(tmp_path / "turned.jpg", exif=turned)
-    files = ["clear.png", "grey.png", "palette.gif", "turned.jpg"]
+    files = ["clear.png", "grey.png", "palette.gif", "palette.png", "wide.jpg", "turned.jpg"]
     predictions = predict(trained, [tmp_path / file for file in files])
     for file, prediction in zip(files, predictions, strict=True):
         images = found["preprocess"](tmp_path / file, size, channels)
@@ -81,6 +91,22 @@ def test_an_onnx_file_has_what_its_user_needs(name: str, tmp_path: Path) -> None
         (logits,) = session.run(["logits"], {"images": images})
         probabilities = torch.from_numpy(logits).softmax(1)[0]
         assert torch.allclose(probabilities, torch.tensor([*prediction.probabilities.values()]), atol=1e-4)
+
+
+def test_all_forms_of_a_shipped_model_agree(shipped: tuple[TrainedModel, Any], tmp_path: Path) -> None:
+    """On the size it was trained on, and on odd ones."""
+    trained, session = shipped
+    export(trained, tmp_path / "model.pt2", compile=False)
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    for n, size in enumerate([(8, 8), (9, 11), (13, 8)], 1):
+        pixels = torch.rand(n, trained.data.in_channels, *size)
+        normalised = normalise(pixels, trained.data.mean, trained.data.std, levels=1)
+        with torch.no_grad():
+            expected = trained.model(normalised)
+            forms = trained.optimized(normalised), program(pixels)
+        (from_onnx,) = session.run(["logits"], {"images": pixels.numpy()})
+        for logits in (*forms, torch.from_numpy(from_onnx)):
+            assert (logits - expected).abs().max() < 1e-4
 
 
 def test_results_are_kept_in_the_folder_of_a_run_alone(work: Path) -> None:

@@ -28,8 +28,8 @@ class BenchOptions:
     """What to measure, and for how long."""
 
     sections: tuple[Section, ...] = ("ops", "growth", "models")
-    """inference: trained networks as torch, optimised, exported with torch.export and in ONNX Runtime.
-    windows: rectangles, dilation and borders beside square windows, as time per tap."""
+    """inference: trained networks as torch, optimised, exported with torch.export, compiled and in ONNX
+    Runtime. windows: rectangles, dilation and borders beside square windows, as time per tap."""
     device: str = "cpu"
     """cpu, or cuda, which uses the Triton kernels."""
     threads: int | None = None

@@ -141,21 +141,23 @@ def _prediction_writer(format: str, class_names: Sequence[str]) -> Callable[[Pre
     return write
 
 
-def export(trained: Positional[TrainedArgument], /, *, to: Path) -> None:
+def export(trained: Positional[TrainedArgument], /, *, to: Path, compile: bool = True) -> None:
     """Write a trained model as ONNX or as a torch.export program.
 
     Args:
         to: File to write, a file name that ends in .onnx or .pt2.
+        compile: Compile a .pt2 file too, for processors like this one, if there is a C++ compiler.
     """
     from selfconv.trained import export as export_trained
     from selfconv.trained import open_trained, own_range
 
     opened = open_trained(trained)
-    shape = export_trained(opened, to)
+    exported = export_trained(opened, to, compile=compile)
     names = opened.data.class_names
-    image, limits = ", ".join(map(str, shape)), own_range(opened.data)
+    image, limits = ", ".join(map(str, exported.image_shape)), own_range(opened.data)
     values = "pixels in 0..1" if limits is None else f"values {limits[0]:g}..{limits[1]:g} as in the files"
     print(f"{escape_for_terminal(to)}: images [N, {image}], {values} -> logits [N, {len(names)}]")
+    print(f"form: {exported.form}")
     print(f"classes: {', '.join(map(escape_for_terminal, names))}")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 from collections import OrderedDict
@@ -61,8 +60,8 @@ class Remembered(OrderedDict[tuple[int, bytes], T]):
 class Comparison:
     """Models that take the same images and know the same classes, and samples of these images.
 
-    What follows a click is computed from the models; ``occlusion`` and ``answers`` from copies of them, so
-    that another thread may call these: an inspection hooks into its model, and would see what others ask.
+    What follows a click is computed from the models; ``occlusion`` and ``answers`` from their optimised
+    copies, so that another thread may call these: an inspection hooks into its model, and would see what others ask.
 
     Args:
         models: the one that the page is about first.
@@ -73,7 +72,6 @@ class Comparison:
         self, models: Sequence[TrainedModel], samples: Sequence[SampleImage], note: str = ""
     ) -> None:
         self.models, self.samples, self.note = list(models), list(samples), note
-        self._copies = [copy.deepcopy(trained.model) for trained in models]
         self._seen: Remembered[Seen] = Remembered()
         self._occlusion: Remembered[Tensor] = Remembered()
 
@@ -124,12 +122,14 @@ class Comparison:
     def occlusion(self, model: int, image: Image) -> Tensor:
         """By how much each logit falls if a part of the image is covered, ``[num_classes, 8, 8]``."""
         normalised = self._normalised(model, image[None])
-        return self._occlusion.of(model, image, lambda: occlusion_maps(self._copies[model], normalised))
+        return self._occlusion.of(
+            model, image, lambda: occlusion_maps(self.models[model].optimized, normalised)
+        )
 
     def answers(self, model: int, images: NDArray[np.uint8]) -> NDArray[np.float32]:
         """The probabilities ``[N, num_classes]`` of images ``[N, C, size, size]``, not to be remembered."""
         with torch.no_grad():
-            outputs = self._copies[model](self._normalised(model, images))
+            outputs = self.models[model].optimized(self._normalised(model, images))
         return outputs.float().softmax(1).numpy(force=True)
 
     def first_sample(self) -> int:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from selfconv.models._config import ResNetConfig
     from selfconv.models._sharing import check_finite, mismatches
     from selfconv.models.conversion import Conversion, convert
-    from selfconv.models.export import export_onnx, export_program
+    from selfconv.models.export import compile_program, export_onnx, export_program
     from selfconv.models.flops import count_flops, count_parameters
     from selfconv.models.inference import fold_batch_norm, optimize_for_inference
     from selfconv.models.registry import ModelInfo, create_model, load_initial, model_info, models_table
@@ -29,7 +29,7 @@ else:  # the table alone needs no torch
         _config=["ResNetConfig"],
         _sharing=["check_finite", "mismatches"],
         conversion=["Conversion", "convert"],
-        export=["export_onnx", "export_program"],
+        export=["compile_program", "export_onnx", "export_program"],
         flops=["count_flops", "count_parameters"],
         inference=["fold_batch_norm", "optimize_for_inference"],
         registry=["ModelInfo", "create_model", "load_initial", "model_info", "models_table"],
@@ -47,6 +47,7 @@ __all__ = [
     "ResNetConfig",
     "at_depth",
     "check_finite",
+    "compile_program",
     "convert",
     "count_flops",
     "count_parameters",

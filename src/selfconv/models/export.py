@@ -1,4 +1,4 @@
-"""Exports a trained network: a ``torch.export`` program, ONNX."""
+"""Exports a trained network: a ``torch.export`` program, the same compiled, ONNX."""
 
 from __future__ import annotations
 
@@ -48,6 +48,28 @@ def export_program(
     if path is not None:
         save(program, os.fspath(path))
     return program
+
+
+def compile_program(program: ExportedProgram, path: PathLike) -> None:
+    """Compiles a program for this processor (AOTInductor), and writes both to one file, usually ``….pt2``.
+
+    ``torch._inductor.aoti_load_package(path)`` loads the compiled form, ``torch.export.load(path)`` the
+    program; either needs torch alone. The compiled form needs the version of torch and the instructions of
+    the processor that it was compiled for.
+
+    Raises:
+        RuntimeError: if there is no C++ compiler, or the compilation fails.
+    """
+    from torch._inductor import aot_compile
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch.export.pt2_archive._package import package_pt2
+
+    get_cpp_compiler()  # raises; without this, only after half the work
+    assert program.example_inputs is not None
+    args, kwargs = program.example_inputs
+    module: Any = program.module(check_guards=False)
+    files: Any = aot_compile(module, args, kwargs, options={"aot_inductor.package": True})
+    package_pt2(os.fspath(path), exported_programs=program, aoti_files=files)
 
 
 def export_onnx(

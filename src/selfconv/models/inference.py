@@ -29,7 +29,7 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
 
     Batch norm is folded, the filters of a group are steered once, attention holds its filters as the kernels
     take them, features are in channels_last, and the blocks of our networks add and rectify in place. The
-    weights are copies, without gradients: call it again after further training.
+    weights are copies, without gradients: ``train()`` raises; train the model, and call this again.
     """
     optimized = fix_filters(fold_batch_norm(model), native=True)
     for parent in list(optimized.modules()):
@@ -74,7 +74,7 @@ def fold_batch_norm(model: nn.Module) -> nn.Module:
     uses = Counter(child for parent in folded.modules() for child in parent._modules.values())
     for pair in folded.modules():
         if (
-            isinstance(pair, ConvNorm)
+            is_plain(pair, ConvNorm)
             and is_plain(pair.norm, nn.BatchNorm2d, GroupBatchNorm)
             and is_plain(pair.conv, nn.Conv2d, DepthwiseConv2d, AffineConv2d, *CONVOLUTIONS, *ATTENTION)
             and uses[pair.conv] == 1

@@ -12,7 +12,7 @@ the image, and the eager form of the operation for other windows.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -62,9 +62,9 @@ def fix_filters(module: nn.Module, *, native: bool = False) -> nn.Module:
     fixed: dict[nn.Module | None, nn.Module] = {}
     for layer in module.modules():
         if is_plain(layer, *CONVOLUTIONS):
-            fixed[layer] = FixedConv2d.of(layer, innermost=native).train(layer.training)  # type: ignore[arg-type]
+            fixed[layer] = FixedConv2d.of(layer, innermost=native).eval()  # type: ignore[arg-type]
         elif is_plain(layer, *ATTENTION):
-            fixed[layer] = _fixed_attention(layer, native).train(layer.training)  # type: ignore[arg-type]
+            fixed[layer] = _fixed_attention(layer, native).eval()  # type: ignore[arg-type]
     for parent in module.modules():
         if type(parent).forward is nn.Sequential.forward:
             for name, child in parent._modules.items():
@@ -84,7 +84,19 @@ def _is_ordinary(layer: LocalAttention2d) -> bool:
     return layer.window == Window((k, k)) and layer.domain is layer.group
 
 
-class FixedConv2d(nn.Module):
+class FixedLayer(nn.Module):
+    """A layer whose filters are copies: it refuses to be trained."""
+
+    def train(self, mode: bool = True) -> Self:
+        if mode:
+            raise RuntimeError(
+                f"{type(self).__name__}: expected evaluation mode; its filters are fixed copies: train the "
+                "model that was optimised, and optimise it again"
+            )
+        return super().train(mode)
+
+
+class FixedConv2d(FixedLayer):
     """A convolution, its filters steered: ``[N, C, (R,) h, w] -> [N, C', P, h', w']``, on z2 without P.
 
     Args:
@@ -139,7 +151,7 @@ class FixedConv2d(nn.Module):
         )
 
 
-class NativeAttention2d(nn.Module):
+class NativeAttention2d(FixedLayer):
     """An attention layer with its filters steered and packed as the fused kernels take them."""
 
     psi_k: Tensor | None
@@ -182,7 +194,7 @@ class NativeAttention2d(nn.Module):
         return self.output(values)
 
 
-class PlainAttention2d(nn.Module):
+class PlainAttention2d(FixedLayer):
     """An attention layer, its filters steered, as convolutions and elementwise operators."""
 
     @torch.no_grad()
@@ -218,7 +230,7 @@ class PlainAttention2d(nn.Module):
         return y if planar else y.unflatten(1, (-1, len(self.group)))
 
 
-class UnfoldedAttention2d(nn.Module):
+class UnfoldedAttention2d(FixedLayer):
     """An attention layer with any window, its filters steered, in the eager form of the operation."""
 
     psi_k: Tensor | None

@@ -12,9 +12,10 @@ these maps
     sum over a head's channels, copy of a head's weight to its channels     1×1 convolutions of zeros and ones
 
 The scores of a row are [N, k·heads·P, h, w]; their maximum over rows and copies makes the exponentials safe,
-and the sum of those is divided out at the end. The largest tensors are k times the features. No operator
-depends on the size of the images. Runtimes such as ONNX Runtime have fast kernels for all of these
-convolutions, as long as the channels of a group fill vector registers: hence ``LANES``.
+and their sum is divided out while they are small, before they are copied to channels. The largest tensors
+are k times the features. No operator depends on the size of the images. Runtimes such as ONNX Runtime have
+fast kernels for all of these convolutions, as long as the channels of a group fill vector registers: hence
+``LANES``. AOTInductor was faster with this form than with slices and elementwise operators over all taps.
 """
 
 from __future__ import annotations
@@ -74,13 +75,10 @@ class TapAttention2d(nn.Module):
         self.head_sums = _head_sums(num_heads, c_k, planes, copies, dtype)
         self.spread = _spread(num_heads, c_v, planes, copies, dtype)
         heads = torch.eye(num_heads * planes, dtype=dtype)
-        self.total = _convolution(heads.repeat(1, copies)[..., None, None])
-        plane = torch.eye(planes, dtype=dtype).repeat(c_v // num_heads, 1)
-        spread_once = torch.kron(torch.eye(num_heads, dtype=dtype), plane).repeat(copies, 1)
-        self.spread_total = _convolution(spread_once[..., None, None])
+        self.total = _convolution(heads.repeat(copies, copies)[..., None, None])
         weight = fold_filters(output[0], innermost=False).repeat(1, copies, 1, 1)
         offset = None if output[1] is None else fold_bias(output[1], planes, innermost=False)
-        self.output = _convolution(weight, offset)
+        self.output = _convolution(cast(weight, dtype), None if offset is None else cast(offset, dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         maps = [cast(convolution(x), self.dtype) for convolution in self.maps]  # [N, k·C·P, h, w]
@@ -89,11 +87,15 @@ class TapAttention2d(nn.Module):
         largest = reduce(torch.maximum, reduce(torch.maximum, scores).chunk(self.copies, 1))
         largest = torch.cat([largest] * self.copies, 1)
         weights = [torch.exp(score - largest) for score in scores]
-        products = [self.spread(w) * row(values) for w, row in zip(weights, self.value_rows, strict=True)]
-        total = self.total(reduce(torch.add, weights))  # [N, heads·P, h, w]
-        out = reduce(torch.add, products) * self.spread_total(total.reciprocal())  # [N, k·C_v·P, h, w]
-        out = F.avg_pool2d(out, self.pool) if self.pool > 1 else out
-        return self.output(cast(out, self.in_dtype))
+        share = self.total(reduce(torch.add, weights)).reciprocal()  # [N, k·heads·P, h, w], equal copies
+        alphas = [self.spread(w * share) for w in weights]
+        products = [alpha * row(values) for alpha, row in zip(alphas, self.value_rows, strict=True)]
+        if self.pool > 1:
+            products = [F.avg_pool2d(product, self.pool) for product in products]
+        # W^O on each row: ONNX Runtime adds within the convolution, and never holds a sum of k·C channels
+        weight, bias = self.output.weight, self.output.bias
+        rows = [F.conv2d(product, weight, None if i else bias) for i, product in enumerate(products)]
+        return cast(reduce(torch.add, rows), self.in_dtype)
 
 
 def _convolution(weight: Tensor, bias: Tensor | None = None, groups: int = 1, **options: object) -> nn.Conv2d:

@@ -8,7 +8,7 @@ from selfconv.trained.evaluation import (
     evaluate,
     evaluate_model,
 )
-from selfconv.trained.exporting import export, own_range
+from selfconv.trained.exporting import Exported, export, own_range
 from selfconv.trained.metrics import CalibrationBin, ClassQuality, Quality
 from selfconv.trained.model import TrainedModel, open_trained
 from selfconv.trained.outputs import logits
@@ -21,6 +21,7 @@ __all__ = [
     "CalibrationBin",
     "ClassQuality",
     "Evaluation",
+    "Exported",
     "Prediction",
     "Quality",
     "RotationCurve",

@@ -1,17 +1,19 @@
-"""Exports a trained model to ONNX or to a ``torch.export`` program."""
+"""Exports a trained model to ONNX or to a ``torch.export`` program, compiled where that can be done."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from selfconv.data import DataInfo, PixelRange
-from selfconv.models import export_onnx, export_program
+from selfconv.models import compile_program, export_onnx, export_program
 from selfconv.trained.model import TrainedModel
 
 # What `selfconv predict` does to an image file, for programs without this package; bytes per pixel, no more.
@@ -30,7 +32,47 @@ def preprocess(path, size, channels):
     return pixels.transpose(2, 0, 1)[None]  # [1, channels, size, size]
 """
 
-WRITERS: dict[str, Callable[..., object]] = {".onnx": export_onnx, ".pt2": export_program}
+ONNX, PROGRAM = "ONNX", "a torch.export program"
+COMPILED = f"{PROGRAM}, and the same compiled for processors like this one (AOTInductor)"
+
+
+def _write_onnx(model: nn.Module, path: Path, *, compile: bool, **options: Any) -> str:
+    export_onnx(model, path, **options)
+    return ONNX
+
+
+def _write_program(
+    model: nn.Module, path: Path, *, compile: bool, metadata: dict[str, str], **options: Any
+) -> str:
+    """The program, compiled too if asked for and possible: a file without the compiled form is of use."""
+    program = export_program(model, path, **options)
+    if not compile:
+        return PROGRAM
+    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
+
+    try:
+        compile_program(program, path)
+    except InvalidCxxCompiler:
+        return f"{PROGRAM}; not compiled: no C++ compiler was found"
+    except CppCompileError as error:
+        return f"{PROGRAM}; not compiled: {error.cmd[0]} failed"
+    return COMPILED
+
+
+WRITERS: dict[str, Callable[..., str]] = {".onnx": _write_onnx, ".pt2": _write_program}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What ``export`` wrote.
+
+    Attributes:
+        image_shape: of the input, without the batch.
+        form: what the file holds, in words.
+    """
+
+    image_shape: tuple[int, int, int]
+    form: str
 
 
 class FromPixels(nn.Module):
@@ -60,13 +102,16 @@ def own_range(info: DataInfo) -> tuple[float, float] | None:
     return None if pixels == PixelRange() or pixels.by_type else (pixels.low, pixels.high)
 
 
-def export(trained: TrainedModel, path: str | os.PathLike[str]) -> tuple[int, int, int]:
-    """Writes a trained model to ``….onnx`` or ``….pt2``; returns the shape of its input images.
+def export(trained: TrainedModel, path: str | os.PathLike[str], *, compile: bool = True) -> Exported:
+    """Writes a trained model to ``….onnx`` or ``….pt2``.
 
     Input: images ``[N, C, h, w]``, float32, any N: pixels in 0..1, or for a data set with a range of its own
     the values as they are in its files. Output: logits ``[N, classes]``. The range and normalisation are part
     of the file. The metadata of an ONNX file hold ``classes`` (JSON), ``image_shape`` (JSON) and
     ``preprocessing``, Python code that reads an image file of 8 bits per channel.
+
+    A ``.pt2`` file always holds the program, for ``torch.export.load``. With ``compile``, and where there is
+    a C++ compiler, it also holds the compiled form, for ``torch._inductor.aoti_load_package``.
     """
     path = Path(path)
     if path.suffix not in WRITERS:
@@ -89,14 +134,13 @@ def export(trained: TrainedModel, path: str | os.PathLike[str]) -> tuple[int, in
     except OSError as error:
         raise OSError(f"{path}: {error.strerror}") from None
     try:
-        options = {"input_shape": shape, "any_size": trained.model.takes_any_size}
-        if path.suffix == ".onnx":
-            classes = json.dumps(info.class_names, ensure_ascii=False)
-            options["metadata"] = {
-                "classes": classes, "image_shape": json.dumps(shape), "preprocessing": PREPROCESSING
-            }  # fmt: skip
-        WRITERS[path.suffix](model, partial, **options)
+        classes = json.dumps(info.class_names, ensure_ascii=False)
+        metadata = {"classes": classes, "image_shape": json.dumps(shape), "preprocessing": PREPROCESSING}
+        form = WRITERS[path.suffix](
+            model, partial, input_shape=shape, any_size=trained.model.takes_any_size, metadata=metadata,
+            compile=compile,
+        )  # fmt: skip
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
-    return shape
+    return Exported(shape, form)

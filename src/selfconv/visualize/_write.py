@@ -79,7 +79,7 @@ class ExplanationWriter:
 def explain(trained: TrainedModel, pixels: Tensor, truth: str | None) -> Figure:
     """Why a model decides as it does about an image: pixels in 0..1, ``[C, h, w]``."""
     image = normalise(pixels[None], trained.data.mean, trained.data.std, levels=1)
-    maps = class_activation_maps(trained.model, image), occlusion_maps(trained.model, image)
+    maps = class_activation_maps(trained.model, image), occlusion_maps(trained.optimized, image)
     return figures.explanation_figure(_visible(pixels), *maps, trained.data.class_names, truth)
 
 

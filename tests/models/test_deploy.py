@@ -31,6 +31,7 @@ from selfconv.models import (
 )
 from selfconv.nn import (
     AffineSelfConv2d,
+    ConvNorm,
     GroupBatchNorm,
     GroupConv2d,
     LiftingConv2d,
@@ -373,6 +374,19 @@ def test_folded_batch_norm_is_the_same_function(name: str) -> None:
         assert relative_error(folded(images), model(images)) < 1e-9
     assert not [m for m in folded.modules() if isinstance(m, nn.BatchNorm2d)]
     assert [m for m in model.modules() if isinstance(m, GroupBatchNorm)]
+
+
+class UsesConvTwice(ConvNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return self.norm(y) + y
+
+
+def test_folding_keeps_a_subclass_that_uses_the_convolution_itself() -> None:
+    pair = UsesConvTwice(nn.Conv2d(3, 4, 1), 4).eval()
+    nn.init.uniform_(pair.norm.weight, 0.5, 1.5)  # type: ignore[arg-type]
+    x = torch.randn(2, 3, 5, 5)
+    torch.testing.assert_close(fold_batch_norm(nn.Sequential(pair))(x), pair(x))
 
 
 def test_folding_again_changes_nothing() -> None:

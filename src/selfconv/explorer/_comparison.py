@@ -61,7 +61,8 @@ class Comparison:
     """Models that take the same images and know the same classes, and samples of these images.
 
     What follows a click is computed from the models; ``occlusion`` and ``answers`` from their optimised
-    copies, so that another thread may call these: an inspection hooks into its model, and would see what others ask.
+    copies, so that another thread may call these: an inspection hooks into its model, and would see what
+    others ask.
 
     Args:
         models: the one that the page is about first.
@@ -122,9 +123,8 @@ class Comparison:
     def occlusion(self, model: int, image: Image) -> Tensor:
         """By how much each logit falls if a part of the image is covered, ``[num_classes, 8, 8]``."""
         normalised = self._normalised(model, image[None])
-        return self._occlusion.of(
-            model, image, lambda: occlusion_maps(self.models[model].optimized, normalised)
-        )
+        network = self.models[model].optimized
+        return self._occlusion.of(model, image, lambda: occlusion_maps(network, normalised))
 
     def answers(self, model: int, images: NDArray[np.uint8]) -> NDArray[np.float32]:
         """The probabilities ``[N, num_classes]`` of images ``[N, C, size, size]``, not to be remembered."""

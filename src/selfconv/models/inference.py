@@ -68,13 +68,14 @@ def fold_batch_norm(model: nn.Module) -> nn.Module:
 
     In evaluation mode batch norm is affine, y = a·f + b per channel, and so is the layer before it: its last
     weights are multiplied by a, and b becomes its bias. The function is the same, with fewer operations. The
-    batch norm is kept after a layer that is not of a plain class, or whose output is used elsewhere too.
+    batch norm is kept after a layer that is not of a plain class, or that is registered in several places.
     """
     folded = copy.deepcopy(model).eval()
     uses = Counter(child for parent in folded.modules() for child in parent._modules.values())
     for pair in folded.modules():
         if (
-            is_plain(pair, ConvNorm)
+            isinstance(pair, ConvNorm)
+            and is_plain(pair, ConvNorm)
             and is_plain(pair.norm, nn.BatchNorm2d, GroupBatchNorm)
             and is_plain(pair.conv, nn.Conv2d, DepthwiseConv2d, AffineConv2d, *CONVOLUTIONS, *ATTENTION)
             and uses[pair.conv] == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 import selfconv.examples
 from selfconv.examples import Autoencoder, UNet
 from selfconv.groups import IDENTITY, MIRROR, Group, get_group
-from selfconv.models import count_flops, export_program
+from selfconv.models import count_flops, export_onnx, export_program, optimize_for_inference
 from selfconv.nn import (
     AffineSelfConv1d,
     AffineSelfConv2d,
@@ -283,6 +284,27 @@ def test_examples_are_equivariant_fresh_and_trained(group: str) -> None:
             found = audit(state, 8, outputs="planar", tolerance=1e-10)
             assert found.passed, found.summary()
             assert found.error < 1e-10
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: UNet(1, 2, (4, 8)), lambda: Autoencoder(1, 2, 4)], ids=["unet", "autoencoder"]
+)
+def test_examples_can_be_deployed(make: Any, tmp_path: Path) -> None:
+    """Exported for any batch, optimised, compiled and traced, as a network from the registry is."""
+    model = make().eval()
+    x = torch.randn(3, 1, 8, 8)
+    forms: dict[str, Any] = {
+        "exported": export_program(model, input_shape=(1, 8, 8)).module(),
+        "optimised": optimize_for_inference(model),
+        "compiled": torch.compile(model, backend="aot_eager"),
+        "traced": torch.jit.trace(model, x),
+    }
+    for name, form in forms.items():
+        assert (form(x) - model(x)).abs().max() < 1e-5, name
+    export_onnx(model, tmp_path / "model.onnx", input_shape=(1, 8, 8))
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    (found,) = session.run(None, {"images": x.numpy()})
+    assert abs(found - model(x).detach().numpy()).max() < 1e-4
 
 
 def test_examples_are_short() -> None:

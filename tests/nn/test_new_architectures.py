@@ -186,7 +186,13 @@ def test_inspection_shows_the_window(mode: Any) -> None:
         (lambda: AffineSelfConv2d(8, 8, 3, dilation=-1), r"dilation: expected an integer ≥ 1.*; got -1"),
         (lambda: AffineSelfConv2d(8, 8, 3, padding_mode="same"), "padding_mode: expected one of 'zeros'"),  # type: ignore[arg-type]
         (lambda: AffineSelfConv2d(8, 8, 3, dropout=1.0), "dropout: expected a probability .*; got 1.0"),
-        (lambda: AffineSelfConv1d(8, 8, (3, 3)), r"kernel_size: expected one integer; got \(3, 3\)"),  # type: ignore[arg-type]
+        (lambda: AffineSelfConv1d(8, 8, (3, 3)), r"kernel_size: expected one odd integer ≥ 1; got \(3, 3\)"),  # type: ignore[arg-type]
+        (lambda: AffineSelfConv1d(8, 8, 4), "kernel_size: expected one odd integer ≥ 1; got 4"),
+        (lambda: AffineSelfConv1d(8, 8, dilation=0), "dilation: expected one integer ≥ 1; got 0"),
+        (lambda: AffineSelfConv1d(8, 8)(torch.zeros(1, 7, 9)), r"expects \[N, 8, L\]; got shape \[1, 7, 9\]"),
+        (lambda: AffineSelfConv1d(8, 8, 3, 3)(torch.zeros(1, 8, 2)), "stride=3 expects so many positions"),
+        (lambda: Bottleneck(8, 4, 0), "Bottleneck: expected sizes that are integers ≥ 1; got .*stride=0"),
+        (lambda: Bottleneck(8, 4, 2, downsample="odd"), "downsample: expected 'stride' or 'pool'; got 'odd'"),  # type: ignore[arg-type]
         (lambda: AffineSelfConv1d(8, 8, 3, group="p4"), "group 'p4' turns rows into columns"),
         (lambda: StandAloneSelfAttention2d(16, 16, (1, 3)), r"as many rows as columns.*; got \(1, 3\)"),  # type: ignore[arg-type]
         (lambda: AffineSelfConv1d(8, 8)(torch.zeros(1, 8, 3, 3)), r"expects \[N, 8, L\]; got shape"),

@@ -139,5 +139,5 @@ def test_defaults_come_from_the_layers() -> None:
     assert audit(nn.Conv2d(2, 2, 3, padding=1), 8).group.name == "z2"
     mirror = Group("mirror", (IDENTITY, MIRROR))
     several = nn.Sequential(GroupPool(group="p4"), GroupPool(group=mirror))
-    with pytest.raises(ValueError, match="group: expected the one to test.*; got None for 'p4', 'mirror'"):
+    with pytest.raises(ValueError, match=r"group: expected the one to test.*; got None for 'p4', 'mirror'"):
         audit(several, 8)

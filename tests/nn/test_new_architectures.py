@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 import selfconv.examples
 from selfconv.examples import Autoencoder, UNet
 from selfconv.groups import IDENTITY, MIRROR, Group, get_group
-from selfconv.models import count_flops, export_program
+from selfconv.models import count_flops, export_onnx, export_program, optimize_for_inference
 from selfconv.nn import (
     AffineSelfConv1d,
     AffineSelfConv2d,
@@ -185,7 +186,13 @@ def test_inspection_shows_the_window(mode: Any) -> None:
         (lambda: AffineSelfConv2d(8, 8, 3, dilation=-1), r"dilation: expected an integer ≥ 1.*; got -1"),
         (lambda: AffineSelfConv2d(8, 8, 3, padding_mode="same"), "padding_mode: expected one of 'zeros'"),  # type: ignore[arg-type]
         (lambda: AffineSelfConv2d(8, 8, 3, dropout=1.0), "dropout: expected a probability .*; got 1.0"),
-        (lambda: AffineSelfConv1d(8, 8, (3, 3)), r"kernel_size: expected one integer; got \(3, 3\)"),  # type: ignore[arg-type]
+        (lambda: AffineSelfConv1d(8, 8, (3, 3)), r"kernel_size: expected one odd integer ≥ 1; got \(3, 3\)"),  # type: ignore[arg-type]
+        (lambda: AffineSelfConv1d(8, 8, 4), "kernel_size: expected one odd integer ≥ 1; got 4"),
+        (lambda: AffineSelfConv1d(8, 8, dilation=0), "dilation: expected one integer ≥ 1; got 0"),
+        (lambda: AffineSelfConv1d(8, 8)(torch.zeros(1, 7, 9)), r"expects \[N, 8, L\]; got shape \[1, 7, 9\]"),
+        (lambda: AffineSelfConv1d(8, 8, 3, 3)(torch.zeros(1, 8, 2)), "stride=3 expects so many positions"),
+        (lambda: Bottleneck(8, 4, 0), "Bottleneck: expected sizes that are integers ≥ 1; got .*stride=0"),
+        (lambda: Bottleneck(8, 4, 2, downsample="odd"), "downsample: expected 'stride' or 'pool'; got 'odd'"),  # type: ignore[arg-type]
         (lambda: AffineSelfConv1d(8, 8, 3, group="p4"), "group 'p4' turns rows into columns"),
         (lambda: StandAloneSelfAttention2d(16, 16, (1, 3)), r"as many rows as columns.*; got \(1, 3\)"),  # type: ignore[arg-type]
         (lambda: AffineSelfConv1d(8, 8)(torch.zeros(1, 8, 3, 3)), r"expects \[N, 8, L\]; got shape"),
@@ -283,6 +290,27 @@ def test_examples_are_equivariant_fresh_and_trained(group: str) -> None:
             found = audit(state, 8, outputs="planar", tolerance=1e-10)
             assert found.passed, found.summary()
             assert found.error < 1e-10
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: UNet(1, 2, (4, 8)), lambda: Autoencoder(1, 2, 4)], ids=["unet", "autoencoder"]
+)
+def test_examples_can_be_deployed(make: Any, tmp_path: Path) -> None:
+    """Exported for any batch, optimised, compiled and traced, as a network from the registry is."""
+    model = make().eval()
+    x = torch.randn(3, 1, 8, 8)
+    forms: dict[str, Any] = {
+        "exported": export_program(model, input_shape=(1, 8, 8)).module(),
+        "optimised": optimize_for_inference(model),
+        "compiled": torch.compile(model, backend="aot_eager"),
+        "traced": torch.jit.trace(model, x),
+    }
+    for name, form in forms.items():
+        assert (form(x) - model(x)).abs().max() < 1e-5, name
+    export_onnx(model, tmp_path / "model.onnx", input_shape=(1, 8, 8))
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    (found,) = session.run(None, {"images": x.numpy()})
+    assert abs(found - model(x).detach().numpy()).max() < 1e-4
 
 
 def test_examples_are_short() -> None:

@@ -204,6 +204,7 @@ def test_sequences(group: str | Group, mode: Any) -> None:
     x = torch.randn(2, 3, *(() if len(g) == 1 else (2,)), 8, dtype=torch.float64)
     expected = F.avg_pool2d(row(x.unsqueeze(-2)).flatten(1, -3), (1, 2)).reshape(layer(x).shape)
     torch.testing.assert_close(layer(x), expected)
+    assert repr(layer).startswith("AffineSelfConv1d(3, 4, kernel_size=5, stride=2, dilation=2, ")
     if len(g) == 2:
         reverse = (2, 3)  # planes and positions
         torch.testing.assert_close(layer(x.flip(reverse)), layer(x).flip(reverse), rtol=0, atol=1e-10)

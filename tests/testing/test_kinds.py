@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from selfconv.groups import P4
-from selfconv.nn import GlobalPool, GroupConv2d, GroupPool, LiftingConv2d
+from selfconv.groups import IDENTITY, MIRROR, P4, Group
+from selfconv.nn import GlobalPool, GroupConv2d, GroupPool, LiftingConv2d, RestrictGroup
 from selfconv.testing import assert_equivariant, audit, equivariance_error, transform
 
 
@@ -121,3 +121,23 @@ def test_bad_kinds_are_refused() -> None:
         equivariance_error(lambda t: t, x, "p4", outputs="vector")
     with pytest.raises(ValueError, match="inputs: expected some of"):
         audit(net(), 8, "p4", inputs="image")  # type: ignore[arg-type]
+
+
+def test_defaults_come_from_the_layers() -> None:
+    """Without attributes of its own, a network is audited on the group and the channels of its layers."""
+    found = audit(nn.Sequential(LiftingConv2d(5, 4, 3, padding=1, group="p4m"), GroupPool(group="p4m")), 8)
+    assert found.passed
+    assert found.group.name == "p4m"
+    broken = nn.Sequential(
+        LiftingConv2d(5, 4, 3, padding=1, group="p4m"), nn.Conv3d(4, 4, 1), nn.Flatten(1, 2)
+    )
+    assert audit(nn.Sequential(broken, nn.Conv2d(32, 2, 3, padding=1)), 8).culprit == "1"
+    lift, restrict = LiftingConv2d(2, 4, 3, padding=1, group="p4m"), RestrictGroup("p4", group="p4m")
+    found = audit(nn.Sequential(lift, restrict, GroupConv2d(8, 2, 3, padding=1, group="p4")), 8)
+    assert found.passed
+    assert found.group.name == "p4"
+    assert audit(nn.Conv2d(2, 2, 3, padding=1), 8).group.name == "z2"
+    mirror = Group("mirror", (IDENTITY, MIRROR))
+    several = nn.Sequential(GroupPool(group="p4"), GroupPool(group=mirror))
+    with pytest.raises(ValueError, match=r"group: expected the one to test.*; got None for 'p4', 'mirror'"):
+        audit(several, 8)

@@ -83,4 +83,4 @@ def operation_flops(layer: LocalAttention2d, input_shape: Sequence[int]) -> int:
         rest = [len(layer.group), *rest]
     query, value = (n, layer.key_channels, *rest), (n, layer.out_channels, *rest)
     affine = [None if t is None else t.shape for t in layer.affine_parameters()]
-    return affine_self_conv_flops(query, query, value, *affine, kernel_size=layer.kernel_size)
+    return affine_self_conv_flops(query, query, value, *affine, kernel_size=layer.window.size)

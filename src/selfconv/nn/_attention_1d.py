@@ -32,12 +32,20 @@ class AffineSelfConv1d(AffineSelfConv2d):
         dilation: int = 1,
         **options: Any,
     ) -> None:
-        for name, size in (("kernel_size", kernel_size), ("dilation", dilation)):
-            if not is_whole(size):
-                raise ValueError(f"AffineSelfConv1d: {name}: expected one integer; got {size!r}")
+        for name, size, kind in (("kernel_size", kernel_size, "odd "), ("dilation", dilation, "")):
+            if not is_whole(size) or size < 1 or (kind and size % 2 == 0):
+                raise ValueError(f"AffineSelfConv1d: {name}: expected one {kind}integer ≥ 1; got {size!r}")
         super().__init__(
             in_channels, out_channels, (1, kernel_size), stride, dilation=(1, dilation), **options
         )
+
+    @property
+    def kernel_size(self) -> int:
+        return self.window.size[1]
+
+    @property
+    def dilation(self) -> int:
+        return self.window.dilation[1]
 
     @property
     def cells(self) -> Pair:
@@ -45,10 +53,14 @@ class AffineSelfConv1d(AffineSelfConv2d):
 
     def forward(self, x: Tensor, need_weights: bool = False) -> Any:
         """Also α, ``[N, num_heads, (|H|,) k, L]``, with ``need_weights``."""
-        if x.dim() != (3 if len(self.group) == 1 else 4):
-            axis = "" if len(self.group) == 1 else f"{len(self.group)}, "
+        axis = () if len(self.group) == 1 else (len(self.group),)
+        if x.dim() != 3 + len(axis) or tuple(x.shape[1:-1]) != (self.in_channels, *axis):
+            expected = ", ".join(map(str, ("N", self.in_channels, *axis, "L")))
+            where = f"AffineSelfConv1d on group {self.group.name!r}"
+            raise ValueError(f"{where} expects [{expected}]; got shape {list(x.shape)}")
+        if x.shape[-1] < self.stride:
             raise ValueError(
-                f"AffineSelfConv1d on group {self.group.name!r} expects [N, {self.in_channels}, {axis}L]; "
+                f"AffineSelfConv1d with stride={self.stride} expects so many positions or more; "
                 f"got shape {list(x.shape)}"
             )
         out = super().forward(x.unsqueeze(-2), need_weights)

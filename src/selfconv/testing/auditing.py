@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from selfconv.groups import Group, get_group
+from selfconv.groups import Z2, Group, get_group
 from selfconv.testing.errors import resampling_error
 from selfconv.testing.judging import as_function, judged, output_error, turned
 from selfconv.testing.kinds import Kind, check_kinds
@@ -126,10 +126,10 @@ def audit(
     Args:
         model: takes images ``[N, in_channels, input_size, input_size]``, or what ``inputs`` says. A copy is
             tested, in eval mode. Its output is a tensor, or a container of tensors.
-        group: by default the model's attribute ``group``, or else z2, which tests shifts only. A subgroup, if
-            the model restricts its features to one (``RestrictGroup``).
-        in_channels: by default the model's attribute ``in_channels``, or else 3; of several inputs, one
-            number for each.
+        group: by default the model's attribute ``group``, or else that of its layers: the smallest, to which
+            ``RestrictGroup`` may have restricted the features. z2, if no layer has one, tests shifts only.
+        in_channels: by default the attribute ``in_channels`` of the model, or else of the first of its layers
+            that has one; of several inputs, one number for each.
         inputs: what the input is, or each of several: ``"planar"``, ``"group"``, ``"vector"`` or
             ``"invariant"`` (see ``transform``).
         outputs: what each output is, in the same words; by default the rank decides.
@@ -138,9 +138,9 @@ def audit(
     """
     if input_size < 1:
         raise ValueError(f"input_size: expected a positive number of pixels; got {input_size}")
-    group = get_group(getattr(model, "group", "z2") if group is None else group)
+    group = default_group(model) if group is None else get_group(group)
     of_input = check_kinds("inputs", inputs, len(inputs) if isinstance(inputs, list | tuple) else 1)
-    given = getattr(model, "in_channels", 3) if in_channels is None else in_channels
+    given = default_channels(model) if in_channels is None else in_channels
     channels = [given] * len(of_input) if isinstance(given, int) else list(given)
     if len(channels) != len(of_input):
         raise ValueError(f"in_channels: expected {len(of_input)} numbers for inputs={inputs}; got {given}")
@@ -187,6 +187,26 @@ def audit(
             n for n in near if not judged(model, images(n), group, tolerance, of_input, outputs)[0].faults
         ]
     return Audit(group, input_size, tolerance, layers, error, judge.faults, sizes, between, resampling)
+
+
+def default_group(model: nn.Module) -> Group:
+    """The model's own group; or the smallest of its layers' groups, which has to be in all of them."""
+    if getattr(model, "group", None) is not None:
+        return get_group(model.group)  # type: ignore[arg-type]
+    attributes = (getattr(m, name, None) for m in model.modules() for name in ("group", "subgroup"))
+    groups = list(dict.fromkeys(g for g in attributes if isinstance(g, Group)))
+    smallest = min(groups, key=len, default=Z2)
+    if any(g.index(matrix) is None for g in groups for matrix in smallest.matrices):
+        names = ", ".join(repr(g.name) for g in groups)
+        raise ValueError(
+            f"group: expected the one to test, as the layers are on several; got None for {names}"
+        )
+    return smallest
+
+
+def default_channels(model: nn.Module) -> int:
+    found = (getattr(m, "in_channels", None) for m in model.modules())
+    return next((channels for channels in found if isinstance(channels, int)), 3)
 
 
 def input_shape(kind: Kind | None, channels: int, size: int, group: Group) -> tuple[int, ...]:

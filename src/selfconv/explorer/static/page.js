@@ -242,7 +242,7 @@ function drawDecisions() {
           node("b", {}, fixed(-Math.min(...falls.values))), "."])));
     } else {
       const waiting = node("canvas", {"aria-hidden": "true"});
-      waiting.width = waiting.height = 320;
+      waiting.width = waiting.height = 240;
       covered.append(waiting, node("figcaption", {}, "Occlusion: covering part after part…"));
     }
     const facts = node("p", {class: "facts"}, `${model.meaning} ${model.facts}.`);

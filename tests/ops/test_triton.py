@@ -86,6 +86,7 @@ def call(
         replace(call("z2", size=(3, 2)), kernel_size=(3, 1), dilation=(2, 1), padding_mode="circular"),
         replace(call("z2", size=(3, 4)), kernel_size=(1, 3), dilation=2, padding_mode="exclude"),
         replace(call("p4", batch=1, size=(2, 2)), padding_mode="exclude", lifting=True),
+        replace(call("p4", batch=1, size=(2, 3)), padding_mode="circular", dilation=2),
     ],
     ids=str,
 )

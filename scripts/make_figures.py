@@ -126,12 +126,13 @@ def main() -> None:
 
 
 def all_others() -> None:
+    page = (OUT.parent / "visualize.md").read_text()  # has some of the figures of each network
     names = ("digits_asc", "digits_p4_asc")
     trained = {name: open_trained(name) for name in names}
     pixels = trained["digits_asc"].open_data().test.images[IMAGE]
     for name, model in trained.items():
         for kind, figure in model_figures(model, pixels, layer=LAYER, pixel=None, head=None):
-            if kind != "equivariance":  # of both together, below
+            if f"figures/{name}_{kind}.png" in page:
                 save_png(figure, OUT / f"{name}_{kind}.png")
     views = {
         name: equivariance_view(model.model, model.normalise(pixels[None]), LAYER)

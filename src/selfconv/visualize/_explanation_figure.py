@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch.nn.functional as F
 from torch import Tensor
 
 from selfconv.visualize._draw import (
@@ -68,25 +69,33 @@ def explanation_figure(
         f"The network answers “{names[0]}” with {float(probabilities[best[0]]):.1%}{said}",
         "Purple speaks for the class, orange against it",
     )
-    conclude(figure, _conclusion(rows[-1][1], names))
+    conclude(figure, _conclusion(rows[-1][1], rows[-1][2], names))
     return figure
 
 
-def _conclusion(evidence: Tensor, names: Sequence[str]) -> str:
-    """Which places speak most for the answer (rather than the runner-up), and against it."""
+def _conclusion(evidence: Tensor, falls: Tensor, names: Sequence[str]) -> str:
+    """Which places speak most for the answer (rather than the runner-up), and whether occlusion agrees."""
     question = f"“{names[0]}”" + (f" rather than “{names[1]}”" if len(names) == 2 else "")
     high, low = int(evidence.argmax()), int(evidence.argmin())
     said = f"What speaks most for {question} is at the {_place(high, evidence)}"
-    if evidence.flatten()[low] < 0:
+    if float(evidence.flatten()[low]) < -0.1 * float(evidence.abs().max()):
         said += f", what speaks most against it at the {_place(low, evidence)}"
-    return f"{said}; all places together make {_signed(evidence.sum())}. Trust what both columns agree on."
+    agree = (
+        float(
+            (F.adaptive_avg_pool2d(falls[None], (evidence.shape[0], evidence.shape[1]))[0] * evidence).sum()
+        )
+        > 0
+    )
+    both = "Occlusion agrees." if agree else "Occlusion does not agree: trust neither column alone."
+    return f"{said}; all places together make {_signed(evidence.sum())}. {both}"
 
 
 def _place(n: int, evidence: Tensor) -> str:
     """Cell n of a map in words, with its value: ``bottom left (1.20)``."""
     (rows, columns), words = evidence.shape, (("top", "middle", "bottom"), ("left", "centre", "right"))
     thirds = [
-        min(3 * place // count, 2) for place, count in zip(divmod(n, columns), (rows, columns), strict=True)
+        int(3 * (place + 0.5) / count)
+        for place, count in zip(divmod(n, columns), (rows, columns), strict=True)
     ]
     return f"{words[0][thirds[0]]} {words[1][thirds[1]]} ({_signed(evidence.flatten()[n])})"
 

@@ -146,7 +146,10 @@ def _planar_pixel(image: Tensor, view: PixelView, channel: int) -> Figure:
         f"Affine self convolution at one pixel, Eq. 11: Σ α·ψ·V + Σ α·β = {_equation(view, 0, channel)}",
         _where(view, channel),
     )
-    conclude(figure, _attention_in_words(view.alpha[0]))
+    positional = float(view.positional[0, channel].sum())
+    filtered = float(view.output[0, channel]) - positional
+    shares = f"Of the output, the filter makes {_number(filtered)} and the positions {_number(positional)}."
+    conclude(figure, f"{_attention_in_words(view.alpha[0])} {shares}")
     return figure
 
 
@@ -268,11 +271,14 @@ def entropy_figure(image: Tensor, entropy: Tensor, layer: str, planes: Sequence[
             place, title = grid[p, head + 1], f"head {head}" if p == 0 else ""
             shown = draw_values(place, entropy[head, p], POSITIVE, high, title, least=low)
     colour_bar(figure, shown, list(grid.flat), "entropy / log k²")
-    headline(figure, "How widely attention looks around, −Σ α log α: 0 at one neighbour, 1 everywhere", layer)
+    headline(figure, "How widely attention looks: entropy, 0 for one neighbour, 1 for all alike", layer)
+    each = entropy.flatten(1)
+    means, chooser = each.mean(1), int(each.min(1).values.argmin())
     conclude(
         figure,
-        f"Dark: a head has chosen few neighbours. Bright: it looks everywhere alike. Here from {low:.2f} to "
-        f"{high:.2f}: what a pixel's filter is depends on where it is in the image.",
+        "Dark: a head chooses few neighbours. Bright: it looks at all of them alike. Head "
+        f"{chooser} chooses most, down to {float(each.min()):.2f}; the means of the heads go from "
+        f"{float(means.min()):.2f} to {float(means.max()):.2f}.",
     )
     return figure
 

@@ -135,7 +135,7 @@ def test_sigterm_and_resume(
         state = checkpoints.read(saved[folder][-1], Run.open(folder).digest).state
         assert (6 * state["epoch"] + state["step"]) / (6 * EPOCHS) >= came[trial.folder]  # nothing is lost
     (begun[0] / "checkpoints" / "999999-00000000.safetensors").write_bytes(b"damaged")
-    with pytest.warns(UserWarning, match="cannot be read .*using the one before"):
+    with pytest.warns(UserWarning, match="cannot be read .*trying the previous one"):
         reproduce(plan, tmp_path, ProcessEngine(2), command="again")
     check_same(plan, tmp_path, alone)
 

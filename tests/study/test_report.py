@@ -19,10 +19,12 @@ from helpers.made_runs import MACHINE, make_plan, make_run
 from hypothesis import given
 from hypothesis import strategies as st
 
+from selfconv._files import read_as
 from selfconv.cli import main
 from selfconv.models import count_parameters, create_model, paper_label
 from selfconv.study import paper, write_report
 from selfconv.study.claims import Outcome, Verdict, signed
+from selfconv.study.plans import PlanFile
 from selfconv.study.report.read import read
 from selfconv.study.report.summary import ResultTable, Study, advice, summarise
 from selfconv.study.samples import Sample, difference, t_quantile
@@ -669,13 +671,15 @@ def test_labels_do_not_overlap(table: str, size: tuple[float, float], tmp_path: 
         assert not any(box.contains(*centre) for centre in centres)
 
 
-def test_files_of_earlier_versions() -> None:
-    """Every record and plan in ``results``: some call the hardware "engine", and a table "group"."""
-    files = sorted((ROOT / "results").rglob("plan.json")) + sorted((ROOT / "results").rglob("record.json"))
+def test_files_of_earlier_versions(tmp_path: Path) -> None:
+    """Records that call the hardware "engine", of which ``results`` has some, and a table "group"."""
+    files = sorted((ROOT / "results").rglob("record.json"))
     assert any('"engine"' in file.read_text() for file in files)
-    assert any('"group"' in file.read_text() for file in files if file.name == "plan.json")
     for folder in (path for path in (ROOT / "results").iterdir() if path.is_dir()):
         assert read([folder]).trials
+    earlier = tmp_path / "plan.json"
+    earlier.write_text((ROOT / "results/demo/plan.json").read_text().replace('"table"', '"group"'))
+    assert read_as(PlanFile, earlier) == read_as(PlanFile, ROOT / "results/demo/plan.json")
 
 
 def test_a_field_under_both_of_its_names() -> None:

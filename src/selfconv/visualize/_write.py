@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -145,9 +144,4 @@ def save(figure: Figure, stem: Path) -> list[Path]:
 
 
 def save_png(figure: Figure, path: Path) -> None:
-    import PIL.Image
-
-    buffer = io.BytesIO()
-    figure.savefig(buffer, dpi=110)
-    with PIL.Image.open(buffer) as image:  # without the alpha that matplotlib adds: a tenth smaller
-        image.convert("RGB").save(path, "png", optimize=True)
+    figure.savefig(path, dpi=110, pil_kwargs={"optimize": True})

@@ -160,6 +160,10 @@ def test_inference_in_every_form(monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"depth": 11, "widths": (4, 4, 8), "num_heads": 2, "kernel_size": 3}
     monkeypatch.setattr(_inference, "create_model", partial(create_model, **options))
     monkeypatch.setattr(_inference, "BATCHES", (2,))
+    # compiling takes a minute, and has its own tests: the program takes its place
+    monkeypatch.setattr(_inference, "compile_program", torch.export.save)
+    load = "torch._inductor.aoti_load_package"
+    monkeypatch.setattr(load, lambda path: torch.export.load(path).module())
     rows = list(_inference.measure_inference(("resnet29_asc",), 0.01))
     assert [r.form for r in rows] == [
         "as trained", "optimised", "torch.export", "AOTInductor", "ONNX Runtime"

@@ -567,7 +567,7 @@ def alarm() -> Iterator[None]:
 @pytest.mark.usefixtures("alarm")
 @settings(max_examples=25 if EFFORT == 1 else 70 * EFFORT)
 @given(seed=st.integers(0, 2**32 - 1), which=st.sampled_from(["finished", "stopped"]), slow=st.integers(0, 9))
-def test_any_file_of_a_run_may_be_anything(
+def test_corrupted_files_give_a_result_or_one_line(
     originals: dict[str, Original], answers: dict[Any, Answer], seed: int, which: str, slow: int
 ) -> None:
     tried()

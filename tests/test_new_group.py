@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_models import awake
+from helpers.tiny_models import with_active_norms
 from helpers.tiny_runs import run_cli, tiny_config, tiny_data
 
 from selfconv import convert, create_model
@@ -71,7 +71,7 @@ def test_every_backend_agrees(group: Group) -> None:
 
 @pytest.mark.parametrize("name", ["resnet29_asc", "resnet29"])
 def test_networks(group: Group, name: str) -> None:
-    model = awake(create_model(name, group=group.name, depth=11, downsample="pool")).eval()
+    model = with_active_norms(create_model(name, group=group.name, depth=11, downsample="pool")).eval()
     result = audit(model, 16)
     assert result.passed
     assert result.group == group
@@ -118,13 +118,13 @@ def test_an_object_needs_no_registration(group: Group, tmp_path: Path) -> None:
     assert group.name not in GROUPS
     torch.manual_seed(0)
     small: dict[str, Any] = {"depth": 11, "widths": (4, 4, 4), "num_heads": 2, "downsample": "pool"}
-    model = awake(create_model("resnet29_asc", **small, group=group)).eval()
+    model = with_active_norms(create_model("resnet29_asc", **small, group=group)).eval()
     x = torch.randn(2, 3, 8, 8)
     expected = model(x)
     assert model.group == group
     assert create_model("resnet29_asc", group=get_group("p4")).config["group"] == "p4"
     for name in ("resnet29", "resnet29_se", "resnet29_simple_asc", "resnet29_sasa", "p4resnet29_asc_se"):
-        other = awake(create_model(name, **small | {"widths": (8, 8, 8)}, group=group))
+        other = with_active_norms(create_model(name, **small | {"widths": (8, 8, 8)}, group=group))
         assert audit(other, 8).passed, name
 
     model.save_pretrained(tmp_path / "saved")

@@ -26,7 +26,7 @@ from PIL import Image
 from rich.console import Console
 
 from selfconv import cli
-from selfconv._files import JSON_LIMIT, parse_json, write_json
+from selfconv._files import JSON_LIMIT, parse_json, write_figure, write_json
 from selfconv._text import escape_for_terminal
 from selfconv.data import IMAGE_FORMATS, MAX_PIXELS, DataError, load_data, read_image
 from selfconv.data.sources import npz as npz_module
@@ -34,7 +34,6 @@ from selfconv.models import ResNet
 from selfconv.train import Run, RunConfig, RunError
 from selfconv.train.progress import Progress
 from selfconv.trained import VIEWS, Evaluation, RotationCurve, confusion_figure
-from selfconv.trained.evaluation import save_figure
 
 
 def one_line(error: BaseException) -> str:
@@ -396,7 +395,7 @@ def test_classes_with_hostile_names(tmp_path: Path) -> None:
         assert escape_for_terminal(name) in printed
     for hostile in ("\x1b[31m", "\x1b]0", "\x9b", "\u202e", "\x07", "\x1b]8"):
         assert hostile not in printed
-    save_figure(confusion_figure(evaluation), tmp_path / "x.png")
+    write_figure(tmp_path / "x.png", confusion_figure(evaluation))
 
 
 def test_progress_reads_no_markup(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

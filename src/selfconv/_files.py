@@ -10,8 +10,12 @@ import stat
 import types
 from contextlib import suppress
 from dataclasses import MISSING, Field, fields, is_dataclass
+from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MAX_INTEGER = 2**63 - 1
 MAX_DEPTH = 32  # of lists and objects in each other; Python's own functions end in a RecursionError
@@ -40,6 +44,17 @@ def write_atomically(path: Path, content: bytes) -> None:
             partial.unlink()
         raise
     sync_folder(path.parent)
+
+
+def write_figure(path: Path, figure: Figure, **options: Any) -> None:
+    """Writes a figure of matplotlib atomically, in the format that the path ends with.
+
+    Args:
+        options: of ``Figure.savefig``.
+    """
+    buffer = BytesIO()
+    figure.savefig(buffer, format=path.suffix[1:], **options)
+    write_atomically(path, buffer.getvalue())
 
 
 def sync_folder(folder: Path) -> None:

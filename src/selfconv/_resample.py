@@ -18,13 +18,25 @@ TAPS = torch.arange(1 - REACH, REACH + 1)
 
 
 def resample(x: Tensor, matrix: Sequence[Sequence[float]]) -> Tensor:
-    """x(S⁻¹y) for the pixels y of maps ``[..., h, w]``, about their centre."""
+    """x(S⁻¹y) for the pixels y of maps ``[..., h, w]``, about their centre.
+
+    Integers and booleans, such as labels, have no values in between: the nearest pixel's is taken.
+    """
     h, w = x.shape[-2:]
     rows, columns = (torch.arange(n, dtype=torch.float64) - (n - 1) / 2 for n in (h, w))
     (a, b), (c, d) = matrix  # orthogonal: the inverse is the transpose
-    row, row_weight = _taps(a * rows[:, None] + c * columns + (h - 1) / 2, h)  # [h, w, 6]
-    column, column_weight = _taps(b * rows[:, None] + d * columns + (w - 1) / 2, w)
-    maps, out = x.flatten(-2), torch.zeros_like(x)
+    down = a * rows[:, None] + c * columns + (h - 1) / 2  # [h, w]
+    right = b * rows[:, None] + d * columns + (w - 1) / 2
+    maps = x.flatten(-2)
+    if not (x.is_floating_point() or x.is_complex()):
+        row, column = down.round().long(), right.round().long()
+        inside = ((row >= 0) & (row < h) & (column >= 0) & (column < w)).to(x.device)
+        index = (row.clamp(0, h - 1) * w + column.clamp(0, w - 1)).flatten().to(x.device)
+        nearest = maps.index_select(-1, index).unflatten(-1, (h, w))
+        return torch.where(inside, nearest, torch.zeros_like(nearest))
+    row, row_weight = _taps(down, h)  # [h, w, 6]
+    column, column_weight = _taps(right, w)
+    out = torch.zeros_like(x)
     for i in range(len(TAPS)):
         for j in range(len(TAPS)):
             index = (row[..., i] * w + column[..., j]).flatten().to(x.device)

@@ -1,4 +1,4 @@
-"""Text for a terminal: names from outside, errors, durations, and a progress bar."""
+"""Text for a terminal: names from outside, errors, durations, counts, and a progress bar."""
 
 from __future__ import annotations
 
@@ -34,6 +34,11 @@ def format_duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def count(number: int, word: str) -> str:
+    """A number of things: ``1 run``, ``2 runs``."""
+    return f"{number:,} {word}" + "s" * (number != 1)
 
 
 class HalfMinute:

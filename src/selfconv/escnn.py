@@ -26,7 +26,9 @@ try:
 except ModuleNotFoundError as error:
     missing = (error.name or "escnn").partition(".")[0]
     raise ModuleNotFoundError(
-        f"selfconv.escnn needs {missing}: pip install {missing}", name=missing
+        f"selfconv.escnn needs escnn, which does not import here: no module named {missing!r}; "
+        "docs/layers.md says how to install escnn beside NumPy 2",
+        name=missing,
     ) from None
 
 from selfconv.groups import GROUPS, Group, Matrix, get_group

@@ -80,7 +80,15 @@ class Group:
     matrices: tuple[Matrix, ...]
 
     def __post_init__(self) -> None:
-        snapped = tuple(tuple(tuple(map(_snapped, row)) for row in matrix) for matrix in self.matrices)
+        if not isinstance(self.name, str):
+            raise TypeError(f"name of a group: expected a string; got {self.name!r}")
+        try:
+            snapped = tuple(tuple(tuple(map(_snapped, row)) for row in matrix) for matrix in self.matrices)
+            shapes = {tuple(map(len, matrix)) for matrix in snapped}
+        except TypeError:
+            shapes = set()
+        if shapes != {(2, 2)}:
+            raise ValueError(f"group {self.name!r}: expected 2×2 matrices; got {self.matrices!r}")
         object.__setattr__(self, "matrices", snapped)
         known = {_key(matrix) for matrix in self.matrices}
         if len(known) != len(self.matrices) or self.matrices[:1] != (IDENTITY,):
@@ -267,16 +275,12 @@ class Group:
 # ---- constants of a group and a window ----
 
 
-# not in torch 2.6
-_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
-
-
 def _constant(kind: str, matrices: tuple[Matrix, ...], rows: int, columns: int) -> Tensor:
     """A constant as a tensor, new each time: one made in a trace or in inference mode stays bound to it.
 
     A compiler calls an operator for it. An exported program holds the numbers: it needs no operator of ours.
     """
-    if torch.compiler.is_dynamo_compiling() and not _is_exporting():
+    if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
         entries = [entry for matrix in matrices for row in matrix for entry in row]
         return _constant_op(kind, entries, rows, columns)
     return _literal(kind, matrices, rows, columns)

@@ -313,10 +313,10 @@ def test_an_output_folder_that_holds_other_things(data: Path, run: Path, tmp_pat
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["evaluate", "nowhere"], "digits_p4_asc; got no such folder or name"),
-        (["evaluate", "."], "digits_p4_asc; got a folder without config.json or model.safetensors"),
-        (["evaluate", "empty"], "digits_p4_asc; got an empty folder"),
-        (["evaluate", "broken.png"], "digits_p4_asc; got a file"),
+        (["evaluate", "nowhere"], "; got no such folder or name"),
+        (["evaluate", "."], "; got a folder without config.json or model.safetensors"),
+        (["evaluate", "empty"], "; got an empty folder"),
+        (["evaluate", "broken.png"], "; got a file"),
         (["evaluate"], "Missing"),
         (["evaluate", "RUN", "--jsn"], "Unrecognized options: --jsn"),
         (["predict", "RUN", "nowhere.png"], "nowhere.png: expected an image"),

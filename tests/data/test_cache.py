@@ -173,6 +173,23 @@ def test_killed_before_the_cache_is_declared_complete(
     assert same(load_data(root), load_data(root, memory=0, cache=tmp_path / "cache"))
 
 
+def test_killed_before_the_first_array_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``done.json`` has been written; the larger array would stay on the disk for good."""
+    root = gallery(tmp_path / "cells", "grey")
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(decoding_module, "_open_cache", killed)
+        with pytest.raises(KeyboardInterrupt):
+            load_data(root, memory=0, cache=tmp_path / "cache")
+    (done,) = (tmp_path / "cache").rglob("done.json")
+    assert (done.parent / "images").exists()
+    assert same(load_data(root), load_data(root, memory=0, cache=tmp_path / "cache"))
+    assert not (done.parent / "images").exists()
+
+
 def test_a_full_disk_counts_what_is_decoded_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = gallery(tmp_path / "cells", "plain")
     stat = os.statvfs

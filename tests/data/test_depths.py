@@ -291,7 +291,7 @@ class TestRange:
             values | {"b/8.tif": deep.astype(np.uint16) * 257},
         )
 
-    def test_few_levels_are_told(self, tmp_path: Path) -> None:
+    def test_few_levels_cause_a_warning(self, tmp_path: Path) -> None:
         gallery(tmp_path / "dim", dtype=np.uint8, high=13)
         with pytest.warns(
             UserWarning,

@@ -79,7 +79,7 @@ class TestGroups:
 
 
 class TestCopies:
-    def test_identical_images_are_told(self, tmp_path: Path) -> None:
+    def test_identical_images_cause_a_warning(self, tmp_path: Path) -> None:
         root = slides(tmp_path / "cells")
         for part in ("train", "test"):
             shutil.copytree(root, tmp_path / "parts" / part)

@@ -33,6 +33,14 @@ def comparison() -> Comparison:
     return Comparison.open()
 
 
+@pytest.mark.parametrize("places", [(), ("digits_p4_asc",), ("resnet29.cifar10",)])
+def test_models_side_by_side_take_the_same_images(places: tuple[str, ...]) -> None:
+    opened = Comparison.open(*places).models
+    assert [model.name for model in opened[: len(places)]] == [*places]
+    assert len({(m.data.size, m.data.in_channels, *m.data.class_names) for m in opened}) == 1
+    assert len(opened) == (1 if "resnet29.cifar10" in places else 2)
+
+
 # ---- turning ----
 
 

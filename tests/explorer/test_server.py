@@ -181,7 +181,7 @@ def test_what_the_command_refuses(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert said.startswith(
         f"selfconv: {tmp_path}: expected the folder of a run or of a saved model, or one of"
     )
-    assert said.endswith("digits_p4_asc; got an empty folder\n")
+    assert said.endswith("; got an empty folder\n")
 
 
 def test_without_the_extra(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ TINY: dict[str, Any] = {"depth": 11, "widths": (4, 4, 8), "num_heads": 2, "kerne
 
 
 @torch.no_grad()
-def awake(model: ResNet, size: int = 8) -> ResNet:
-    """In evaluation, no batch norm idle: γ of attention blocks starts at 0, which would hide the blocks."""
+def with_active_norms(model: ResNet, size: int = 8) -> ResNet:
+    """In evaluation, with γ ≠ 0 in every batch norm: attention blocks start with γ = 0, which hides them."""
     norms = [layer for layer in model.modules() if isinstance(layer, nn.BatchNorm2d)]
     for norm in norms:
         nn.init.uniform_(norm.weight, 0.5, 1.5)
@@ -32,15 +32,15 @@ def awake(model: ResNet, size: int = 8) -> ResNet:
 
 
 def tiny(name: str, **overrides: Any) -> ResNet:
-    """A small model of that kind, awake."""
-    return awake(create_model(name, **TINY | overrides))
+    """A small model of that kind, with active norms."""
+    return with_active_norms(create_model(name, **TINY | overrides))
 
 
 def channels_last(model: ResNet) -> ResNet:
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-def trained(model: ResNet, steps: int = 2, batch: int = 4, size: int = 32) -> ResNet:
+def after_sgd_steps(model: ResNet, steps: int = 2, batch: int = 4, size: int = 32) -> ResNet:
     """After a few steps of gradient descent on noise, in evaluation."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
     model.train()
@@ -53,6 +53,6 @@ def trained(model: ResNet, steps: int = 2, batch: int = 4, size: int = 32) -> Re
     return model.eval()
 
 
-def relative_error(measured: Tensor, expected: Tensor) -> float:
-    """The largest difference, in units of the spread of what is expected."""
+def error_over_spread(measured: Tensor, expected: Tensor) -> float:
+    """The largest difference, divided by the standard deviation of what is expected."""
     return ((measured - expected).abs().max() / expected.std()).item()

@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 import torch
-from helpers.tiny_models import TINY, awake, relative_error, tiny
+from helpers.tiny_models import TINY, error_over_spread, tiny, with_active_norms
 from torch import nn
 
 from selfconv.groups import GROUPS
@@ -33,7 +33,7 @@ def test_the_graph_has_no_breaks(name: str, overrides: dict[str, object], sizes:
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     for size in sizes:
         images = torch.randn(2, 3, size, size)
-        assert relative_error(compiled(images), model(images)) < 1e-5
+        assert error_over_spread(compiled(images), model(images)) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_the_graph_has_no_breaks(name: str, overrides: dict[str, object], sizes:
 )
 def test_training_through_the_graph(name: str, checkpointing: bool) -> None:
     torch._dynamo.reset()
-    model = awake(create_model(name, **TINY).double()).train()
+    model = with_active_norms(create_model(name, **TINY).double()).train()
     other = copy.deepcopy(model)
     other.set_grad_checkpointing(checkpointing)
     compiled = torch.compile(other, fullgraph=True, backend="aot_eager")
@@ -60,7 +60,7 @@ def test_compiled_to_machine_code() -> None:
     block = tiny("resnet29_asc", widths=(2, 2, 2)).get_submodule("stages.1.0")
     features = torch.randn(2, 8, 8, 8)
     with torch.no_grad():
-        assert relative_error(torch.compile(block, fullgraph=True)(features), block(features)) < 1e-5
+        assert error_over_spread(torch.compile(block, fullgraph=True)(features), block(features)) < 1e-5
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -106,7 +106,7 @@ def test_a_size_that_is_not_exact_does_not_stop_the_compiler() -> None:
     compiled = torch.compile(model, fullgraph=True, backend="eager")(images)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert relative_error(compiled, model(images)) < 1e-5
+        assert error_over_spread(compiled, model(images)) < 1e-5
 
 
 @pytest.mark.parametrize("planar", [True, False])
@@ -124,4 +124,4 @@ def test_filters_between_the_pixels_in_an_exported_program(strict: bool) -> None
     layer = AffineSelfConv2d(4, 4, 3, num_heads=2, group="c8", backend="eager")
     x = torch.randn(2, 4, 8, 5, 5)
     program = torch.export.export(layer, (x,), strict=strict).module()
-    assert relative_error(program(x), layer(x)) < 1e-5
+    assert error_over_spread(program(x), layer(x)) < 1e-5

@@ -411,7 +411,7 @@ def test_the_documented_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Every block of docs/models.md, in order, but the one that needs timm."""
     text = (ROOT / "docs" / "models.md").read_text("utf-8")
     blocks = [b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "import timm" not in b]
-    assert len(blocks) == 5
+    assert len(blocks) == text.count("```python") - text.count("import timm") > 0
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     for block in blocks:

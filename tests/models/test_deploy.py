@@ -16,7 +16,14 @@ import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.tiny_models import TINY, awake, channels_last, relative_error, tiny, trained
+from helpers.tiny_models import (
+    TINY,
+    after_sgd_steps,
+    channels_last,
+    error_over_spread,
+    tiny,
+    with_active_norms,
+)
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -54,7 +61,7 @@ from selfconv.nn._fixed import fix_filters
 def test_exported_programs_agree_at_any_batch_size(
     name: str, size: int, overrides: dict[str, Any], tmp_path: Path
 ) -> None:
-    model = trained(create_model(name, **overrides), size=size)
+    model = after_sgd_steps(create_model(name, **overrides), size=size)
     shape = (model.in_channels, size, size)
     export_program(model, tmp_path / "model.pt2", input_shape=shape)
     program = torch.export.load(tmp_path / "model.pt2").module()
@@ -69,7 +76,7 @@ def test_exported_programs_agree_at_any_batch_size(
     [("resnet29_asc_se", {"depth": 11}), ("p4resnet29_asc", {"depth": 11}), ("c8resnet29_asc", TINY)],
 )
 def test_onnx_agrees_at_any_batch_size(name: str, options: dict[str, Any], tmp_path: Path) -> None:
-    model = trained(create_model(name, **options))
+    model = after_sgd_steps(create_model(name, **options))
     export_onnx(model, tmp_path / "model.onnx")
     assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]  # the weights are inside
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
@@ -111,7 +118,7 @@ def test_optimised_networks_are_the_same_functions(name: str, options: dict[str,
             for layout in (torch.contiguous_format, torch.channels_last):
                 got = optimized(images.contiguous(memory_format=layout))
                 assert got.shape == expected.shape
-                assert len(images) == 0 or relative_error(got, expected) < 1e-4
+                assert len(images) == 0 or error_over_spread(got, expected) < 1e-4
         assert torch.equal(images, kept)
 
 
@@ -120,12 +127,14 @@ def test_an_optimised_network_under_autograd_copies_threads_and_dtypes() -> None
     optimized = selfconv.optimize_for_inference(model)
     images = torch.randn(2, 3, 8, 8, requires_grad=True)
     expected = torch.autograd.grad(model(images).square().sum(), images)[0]
-    assert relative_error(torch.autograd.grad(optimized(images).square().sum(), images)[0], expected) < 1e-4
+    assert (
+        error_over_spread(torch.autograd.grad(optimized(images).square().sum(), images)[0], expected) < 1e-4
+    )
     with torch.inference_mode():
         logits = model(images)
         again = pickle.loads(pickle.dumps(optimized))
-        assert relative_error(again(images), logits) < 1e-4
-        assert relative_error(copy.deepcopy(optimized).double()(images.double()), logits.double()) < 1e-4
+        assert error_over_spread(again(images), logits) < 1e-4
+        assert error_over_spread(copy.deepcopy(optimized).double()(images.double()), logits.double()) < 1e-4
         batches = [torch.randn(1 + i % 3, 3, 8, 8) for i in range(24)]
         alone = [optimized(batch) for batch in batches]
 
@@ -161,7 +170,7 @@ def test_one_onnx_file_takes_any_batch_and_size(name: str, tmp_path: Path) -> No
         images = torch.randn(*shape)
         (logits,) = session.run(["logits"], {"images": images.numpy()})
         with torch.no_grad():
-            assert relative_error(torch.from_numpy(logits), model(images)) < 1e-4
+            assert error_over_spread(torch.from_numpy(logits), model(images)) < 1e-4
 
 
 WITHOUT_THE_PACKAGE = """
@@ -241,7 +250,7 @@ def test_layers_with_fixed_filters_are_the_same_functions(
         got = fixed(images)
     assert got.dtype == dtype
     assert got.shape == expected.shape
-    assert relative_error(got.double(), expected.double()) < (1e-12 if dtype == torch.float64 else 0.05)
+    assert error_over_spread(got.double(), expected.double()) < (1e-12 if dtype == torch.float64 else 0.05)
 
 
 class Residual(AffineSelfConv2d):
@@ -340,7 +349,7 @@ def test_networks_of_others_are_exported_as_they_are(make: Callable[[], nn.Modul
     assert not [n for n in program.graph.nodes if "selfconv" in str(n.target)]
     images = torch.randn(3, 3, 8, 8)
     with torch.no_grad():
-        assert relative_error(program.module()(images), model(images)) < 1e-5
+        assert error_over_spread(program.module()(images), model(images)) < 1e-5
 
 
 def test_exporting_leaves_the_model_alone(tmp_path: Path) -> None:
@@ -371,11 +380,11 @@ def test_onnx_without_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("name", list_models("*29*"))
 def test_folded_batch_norm_is_the_same_function(name: str) -> None:
     overrides = {"num_heads": 1} if "sasa" in name else {}
-    model = awake(create_model(name, **TINY | overrides | {"downsample": "pool"}).double())
+    model = with_active_norms(create_model(name, **TINY | overrides | {"downsample": "pool"}).double())
     folded = fold_batch_norm(model)
     images = torch.randn(3, 3, 12, 8, dtype=torch.float64)
     with torch.no_grad():
-        assert relative_error(folded(images), model(images)) < 1e-9
+        assert error_over_spread(folded(images), model(images)) < 1e-9
     assert not [m for m in folded.modules() if isinstance(m, nn.BatchNorm2d)]
     assert [m for m in model.modules() if isinstance(m, GroupBatchNorm)]
 
@@ -405,11 +414,11 @@ def test_folding_again_changes_nothing() -> None:
 def test_bfloat16_autocast(name: str) -> None:
     model = create_model(name, depth=11)
     images, labels = torch.randn(4, 3, 16, 16), torch.tensor([0, 1, 2, 3])
-    trained(model, size=16)
+    after_sgd_steps(model, size=16)
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(images)
     assert logits.dtype == torch.bfloat16
-    assert relative_error(logits.float(), model(images)) < 0.1
+    assert error_over_spread(logits.float(), model(images)) < 0.1
     model.train()
     with torch.autocast("cpu", torch.bfloat16):
         F.cross_entropy(model(images), labels).backward()
@@ -419,14 +428,14 @@ def test_bfloat16_autocast(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["resnet29_asc_se", "p4resnet29_asc_se", "p4mresnet29", "resnet29_sasa"])
 def test_channels_last_is_the_same_function(name: str) -> None:
-    model = awake(create_model(name, depth=11, downsample="pool").double(), size=16)
+    model = with_active_norms(create_model(name, depth=11, downsample="pool").double(), size=16)
     last = channels_last(copy.deepcopy(model))
     images = torch.randn(2, 3, 16, 16, dtype=torch.float64)
     features = last.forward_features(images.to(memory_format=torch.channels_last))
     if model.config["spatial"] == "conv":  # what attention returns is its backend's to choose
         assert features.stride(1) == 1  # channels stayed innermost through the whole network
-    assert relative_error(features, model.forward_features(images)) < 1e-9
-    assert relative_error(last(images), model(images)) < 1e-9  # an image in the other format is no matter
+    assert error_over_spread(features, model.forward_features(images)) < 1e-9
+    assert error_over_spread(last(images), model(images)) < 1e-9  # an image in the other format is no matter
     model.train(), last.train()
     (model(images) ** 2).sum().backward()
     (last(images.to(memory_format=torch.channels_last)) ** 2).sum().backward()
@@ -450,7 +459,7 @@ def saved_elements(model: nn.Module, images: Tensor) -> int:
 
 @pytest.mark.parametrize("name", ["resnet29_asc", "p4resnet29_se"])
 def test_gradient_checkpointing_changes_nothing_but_memory(name: str) -> None:
-    plain = awake(create_model(name, **TINY).double()).train()
+    plain = with_active_norms(create_model(name, **TINY).double()).train()
     saving = copy.deepcopy(plain)
     saving.set_grad_checkpointing()
     images = torch.randn(4, 3, 9, 9, dtype=torch.float64)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_models import TINY, awake, relative_error, tiny, trained
+from helpers.tiny_models import TINY, after_sgd_steps, error_over_spread, tiny, with_active_norms
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -30,17 +30,17 @@ def invariance_error(model: ResNet, images: Tensor) -> float:
     """The largest change of a logit under any element of the model's group, over the spread of the logits."""
     logits = model(images)
     return max(
-        relative_error(model(model.group.act_planar(images, element)), logits) for element in model.group
+        error_over_spread(model(model.group.act_planar(images, element)), logits) for element in model.group
     )
 
 
 @pytest.mark.parametrize("name", ["p4resnet29_asc", "p4resnet29_simple_asc", "p4resnet29_asc_se"])
-def test_p4_attention_models_do_not_see_quarter_turns(name: str) -> None:
+def test_p4_attention_models_are_invariant_to_quarter_turns(name: str) -> None:
     images = torch.randn(2, 3, 32, 32)
     model = create_model(name).eval()
     with no_warnings():
         assert invariance_error(model, images) < 1e-4
-        assert invariance_error(trained(model), images) < 1e-4
+        assert invariance_error(after_sgd_steps(model), images) < 1e-4
     gammas = [m.weight for n, m in model.named_modules() if n.endswith("expand.norm")]
     assert all(gamma.any() for gamma in gammas)  # the blocks took part
 
@@ -50,7 +50,7 @@ def test_p4_convolution_with_pooling_is_invariant() -> None:
     model = create_model("p4resnet29", downsample="pool").eval()
     with no_warnings():
         assert invariance_error(model, images) < 1e-4
-        assert invariance_error(trained(model), images) < 1e-4
+        assert invariance_error(after_sgd_steps(model), images) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["p4mresnet29", "p4mresnet29_asc"])
@@ -60,28 +60,28 @@ def test_p4m_models_do_not_see_flips_either(name: str) -> None:
     assert any(torch.equal(model.group.act_planar(images, s), images.flip(-1)) for s in model.group)
     with no_warnings():
         assert invariance_error(model, images) < 1e-4
-        assert invariance_error(trained(model, batch=2), images) < 1e-4
+        assert invariance_error(after_sgd_steps(model, batch=2), images) < 1e-4
 
 
 @pytest.mark.parametrize("name", list_models("p4*29*"))
 def test_equivariance_is_exact_for_any_weights(name: str) -> None:
     """In double precision, with no part of the network idle: the features turn with the image."""
-    model = awake(create_model(name, **TINY | {"downsample": "pool"}).double())
+    model = with_active_norms(create_model(name, **TINY | {"downsample": "pool"}).double())
     images = torch.randn(2, 3, 12, 8, dtype=torch.float64)
     with torch.no_grad(), no_warnings():
         features = model.forward_features(images)
         for s in model.group:
             turned = model.forward_features(model.group.act_planar(images, s))
-            assert relative_error(turned, model.group.act(features, s)) < 1e-9
+            assert error_over_spread(turned, model.group.act(features, s)) < 1e-9
     assert invariance_error(model, images) < 1e-9
 
 
 def test_planar_models_do_see_quarter_turns() -> None:
     """The measure can fail."""
     images = torch.randn(2, 3, 32, 32)
-    model = trained(create_model("resnet29"), batch=8)
+    model = after_sgd_steps(create_model("resnet29"), batch=8)
     with torch.no_grad():
-        assert relative_error(model(images.rot90(1, (-2, -1))), model(images)) > 1e-2
+        assert error_over_spread(model(images.rot90(1, (-2, -1))), model(images)) > 1e-2
 
 
 def test_audit_names_the_strided_layer_of_p4resnet29() -> None:
@@ -96,7 +96,7 @@ def test_audit_names_the_strided_layer_of_p4resnet29() -> None:
 @pytest.mark.parametrize("name", ["p4resnet29", "p4resnet29_asc", "p4mresnet29_se", "resnet29_sasa"])
 def test_audit_passes_what_pools(name: str) -> None:
     overrides = TINY | {"downsample": "pool", "num_heads": 1}
-    assert audit(awake(create_model(name, in_channels=1, **overrides)), 16).passed
+    assert audit(with_active_norms(create_model(name, in_channels=1, **overrides)), 16).passed
 
 
 # ---- sizes ----
@@ -114,7 +114,7 @@ def test_audit_passes_what_pools(name: str) -> None:
 def test_a_size_is_warned_about_if_and_only_if_it_breaks_equivariance(
     name: str, downsample: str, h: int, w: int
 ) -> None:
-    model = awake(create_model(name, **TINY | {"downsample": downsample}).double(), size=20)
+    model = with_active_norms(create_model(name, **TINY | {"downsample": downsample}).double(), size=20)
     images = torch.randn(2, 3, h, w, dtype=torch.float64)
     if downsample == "stride" and name.endswith("asc") and {h % 4, w % 4} != {0}:
         with pytest.raises(ValueError, match="strided shortcuts needs images whose sides are multiples of 4"):
@@ -157,7 +157,9 @@ def test_the_warning_says_which_sizes_are_exact_once_for_each_size() -> None:
     ],
 )
 def test_the_stem_for_large_images_is_exact(name: str, size: int) -> None:
-    model = awake(create_model(name, **TINY | {"stem": "pool4", "num_heads": 1}).double(), size=size)
+    model = with_active_norms(
+        create_model(name, **TINY | {"stem": "pool4", "num_heads": 1}).double(), size=size
+    )
     with no_warnings():
         assert audit(model, size).passed
     assert model.forward_features(torch.zeros(1, 3, 64, 64, dtype=torch.float64)).shape[-2:] == (4, 4)
@@ -175,7 +177,7 @@ def test_the_stem_for_large_images_says_which_sizes_are_exact() -> None:
         strided(torch.zeros(1, 3, 32, 32))
 
 
-def test_large_images_are_told() -> None:
+def test_large_images_cause_a_warning() -> None:
     with pytest.warns(UserWarning, match=r"112×112 images are large for this model.*: stem='pool4'"):
         create_model("resnet29", **TINY).eval()(torch.zeros(1, 3, 112, 112))
     with no_warnings():
@@ -199,7 +201,7 @@ def test_large_images_are_told() -> None:
 def test_a_shift_by_multiples_of_4_shifts_the_features(
     name: str, size: int, border: int, overrides: dict[str, Any]
 ) -> None:
-    model = awake(create_model(name, **overrides).double(), size=16)
+    model = with_active_norms(create_model(name, **overrides).double(), size=16)
     scene = torch.randn(1, 3, size + 8, size + 8, dtype=torch.float64)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -212,4 +214,4 @@ def test_a_shift_by_multiples_of_4_shifts_the_features(
             expected = features[..., border + i : features.shape[-1] - border - 2 + i,
                                 border + j : features.shape[-1] - border - 2 + j]  # fmt: skip
             assert expected.numel() > 0
-            assert relative_error(moved[..., inner, inner], expected) < 1e-9
+            assert error_over_spread(moved[..., inner, inner], expected) < 1e-9

@@ -581,8 +581,8 @@ def test_layer_attention_weights_sum_to_one(group: str | Group) -> None:
             "GroupLayerNorm: expected sizes that are integers ≥ 1; got num_channels=0",
         ),
         (lambda: GroupLayerNorm((4, 8)), "integers ≥ 1; got num_channels=(4, 8)"),  # type: ignore[arg-type]
-        (lambda: GroupDropout(1.5), "p: expected a probability, 0 ≤ p ≤ 1; got 1.5"),
-        (lambda: GroupDropout(ANY), "p: expected a probability, 0 ≤ p ≤ 1; got 'odd'"),
+        (lambda: GroupDropout(1.5), "p: expected a probability, 0 to 1; got 1.5"),
+        (lambda: GroupDropout(ANY), "p: expected a probability, 0 to 1; got 'odd'"),
         (lambda: GroupDropout(mode=ANY), "mode: expected 'channel' or 'point'; got 'odd'"),
         (
             lambda: RestrictGroup("p4m", group="p4"),
@@ -625,6 +625,14 @@ def test_bad_features_are_restated(name: str) -> None:
         wrong = torch.zeros(2, 5, 6, 6) if isinstance(layer, LIFTING) else torch.zeros(2, 5, 4, 6, 6)
         with pytest.raises(ValueError, match=r"expects \[N, 4, .*\]; got shape \[2, 5"):
             layer(wrong)
+
+
+@every_layer
+def test_maps_without_pixels_are_refused(name: str) -> None:
+    layer = LAYERS[name](group="p4", dtype=torch.float32)
+    shape = (2, 4, 0, 6) if isinstance(layer, LIFTING) else (2, 4, 4, 0, 6)
+    with pytest.raises(ValueError, match=r"expects maps of 1×1 or more; got shape \[2, 4, .*0, 6\]"):
+        layer(torch.zeros(shape))
 
 
 def test_integer_images_are_refused() -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.cases import ALL_GROUPS, HALVES_OF_A_TURN, Case, assert_close
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from selfconv.groups import Group, get_group
@@ -126,6 +128,29 @@ def test_lifting_is_the_group_operation_on_equal_planes() -> None:
     torch.testing.assert_close(case.run(t), expected)
 
 
+@given(
+    st.sampled_from([(1, 3), (3, 5), (5, 1)]),
+    st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    st.tuples(st.integers(1, 12), st.integers(1, 12)),
+    st.sampled_from(MODES),
+    st.sampled_from(["eager", "numba"]),
+)
+def test_dilations_larger_than_the_map(
+    kernel_size: tuple[int, int], size: tuple[int, int], dilation: tuple[int, int], mode: str, backend: str
+) -> None:
+    """The backends use a smaller dilation with the same neighbours."""
+    case = Case("z2", 1, (1, 1), 1, kernel_size, size, dilation=dilation, padding_mode=mode)
+    assert_close(case.gradients(backend=backend), case.expected("reference"))
+
+
+@pytest.mark.parametrize("backend", ["eager", "numba"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_huge_dilation_takes_no_memory(mode: str, backend: str) -> None:
+    case = Case("z2", 1, (1, 1), 1, 5, (2, 3), dilation=10**6, padding_mode=mode)
+    same = replace(case, dilation=(2, 1) if mode == "circular" else 3)  # remainders of 2 rows and 3 columns
+    assert_close(case.gradients(backend=backend), same.expected("reference"))
+
+
 def test_reach() -> None:
     assert Window((5, 1), (2, 3)).reach == (4, 0)
     assert Window((3, 7)).taps == 21
@@ -146,7 +171,11 @@ def test_reach() -> None:
             r"^group 'p4' turns rows into columns: expected a square window and one dilation; got",
         ),
         ({"group": "c8", "dilation": (1, 2)}, r"^group 'c8' turns rows into columns: .*dilation=\(1, 2\)$"),
-        ({"dropout_p": 1.0}, r"^dropout_p: expected a probability from 0 to less than 1; got 1.0$"),
+        ({"dropout_p": 1.1}, r"^dropout_p: expected a probability, 0 to 1; got 1.1$"),
+        ({"dropout_p": "a"}, r"^dropout_p: expected a probability, 0 to 1; got 'a'$"),
+        ({"scale": "a"}, r"^scale: expected a finite number; got 'a'$"),
+        ({"scale": float("nan")}, r"^scale: expected a finite number; got nan$"),
+        ({"kernel_size": True}, r"^kernel_size: expected an odd integer ≥ 1, .*; got True$"),
         ({"dropout_p": 0.5, "backend": "numba"}, r"^dropout_p=0.5 needs the eager backend; got"),
     ],
     ids=str,

@@ -28,7 +28,16 @@ from selfconv.study import board as _board
 from selfconv.study.board import Board, results_table
 from selfconv.study.estimate import side_by_side
 from selfconv.study.plans import OUTLINES
-from selfconv.train import Interrupted, Record, Run, fast_recipe, paper_recipe, short_recipe, train
+from selfconv.train import (
+    Interrupted,
+    Record,
+    Run,
+    StopSignals,
+    fast_recipe,
+    paper_recipe,
+    short_recipe,
+    train,
+)
 from selfconv.train.runs import save_model
 
 SMALL = ["--epochs", "1", "--seeds", "1", "--models", "resnet29*asc"]
@@ -128,7 +137,17 @@ def test_a_recipe_for_all_networks() -> None:
     assert {replace(trial.config.recipe, rotate="none") for trial in rotation.trials} == {fast_recipe()}
 
 
-def test_plans_that_are_not_the_papers_fall_short_of_nothing() -> None:
+def test_the_default_recipe_of_a_plan_is_that_of_its_data() -> None:
+    """By the name of the data set: CIFAR has the paper's, also from a file or from the Hub."""
+    for data in ("cifar10", "some/cifar10.npz", "hf:uoft-cs/cifar100", "hf:cifar10:plain_text"):
+        plan = make_plan("ablation-psi", Budget(data=data))
+        assert all(t.config.recipe == paper_recipe(t.config.model.name) for t in plan.trials)
+    for data in ("digits", "some/cells", "cells.npz"):
+        plan = make_plan("cifar10", Budget(data=data))
+        assert {trial.config.recipe for trial in plan.trials} == {fast_recipe()}
+
+
+def test_plans_of_our_own_report_no_reduction() -> None:
     for name in ("rotation", "controls"):
         assert make_plan(name).on("plankton", 1000, 200).reduced == ()
     assert make_plan("rotation", Budget(epochs=1)).reduced == ("1 epoch instead of 12",)
@@ -203,7 +222,7 @@ def test_more_seeds_are_added_to_what_is_there(data: Path, tmp_path: Path) -> No
     first = (tmp_path / "resnet29-widths=8,8,8-depth=11/seed-0/record.json").stat().st_mtime_ns
     plan = tiny_plan(data, 2, epochs=1)
     reproduce(plan, tmp_path, InProcessEngine(), command="again")
-    assert all(sweep.finished(tmp_path / trial.folder) for trial in plan.trials)
+    assert all(sweep.evaluated(tmp_path / trial.folder) for trial in plan.trials)
     assert (tmp_path / plan.trials[0].folder / "record.json").stat().st_mtime_ns == first
 
 
@@ -278,7 +297,7 @@ def test_failed_runs_do_not_stop_the_others(
     reasons = [tmp_path / trial.folder / "failed.json" for trial in plan.trials]
     assert [path.is_file() for path in reasons] == [True, False, True, False]
     assert json.loads(reasons[2].read_text()) == {"error": "MemoryError: MemoryError"}
-    assert [sweep.finished(tmp_path / t.folder) for t in plan.trials] == [False, True, False, True]
+    assert [sweep.evaluated(tmp_path / t.folder) for t in plan.trials] == [False, True, False, True]
     monkeypatch.undo()
     monkeypatch.setattr(sweep, "_report", lambda plan, out: [])
     with pytest.raises(PlanFailed, match="1 of 4 runs failed"):  # memory came back, and is used
@@ -296,7 +315,7 @@ def test_a_run_that_another_process_writes_to(data: Path, tmp_path: Path) -> Non
         pytest.raises(PlanFailed, match=r"1 of 2 runs failed: .* another process is writing to this run"),
     ):
         reproduce(plan, tmp_path, InProcessEngine(), command="again")
-    assert sweep.finished(tmp_path / plan.trials[1].folder)
+    assert sweep.evaluated(tmp_path / plan.trials[1].folder)
     assert not (folder / "failed.json").exists()  # the folder is the other's
 
 
@@ -332,6 +351,17 @@ def test_ctrl_c_in_the_command(data: Path, tmp_path: Path) -> None:
     assert not Run.open(folder).finished
     assert run_cli(*told) == 0
     assert Run.open(folder).record.epochs == 40
+
+
+def test_second_ctrl_c_does_not_claim_to_have_saved(data: Path, tmp_path: Path, no_report: None) -> None:
+    class Impatient(InProcessEngine):
+        def run(self, trials: Any, out: Path, board: Board, stop: StopSignals) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Interrupted, match=r"^stopped at once; .*; 0 of 2 runs are done; .*: again") as stop:
+        reproduce(tiny_plan(data, seeds=1), tmp_path, Impatient(), command="again")
+    assert stop.value.code == 128 + signal.SIGINT
 
 
 # ---- what is refused ----

@@ -610,11 +610,11 @@ class Scalar(nn.Module):
     ("model", "size", "reason"),
     [
         (network, 0, "input_size: expected a positive number of pixels; got 0"),
-        (Scalar, 8, "the model returns no floating-point tensor to compare; got int"),
+        (Scalar, 8, "expected a model that returns a tensor to compare; got int"),
         (
             lambda: torch.ao.quantization.quantize_dynamic(network(), {nn.Linear}),
             8,
-            r"cannot be audited, in float64, on images of shape \[2, 3, 8, 8\]: expected scalar type Float",
+            r"in float64, on inputs of shape \[2, 3, 8, 8\] \('planar'\): expected scalar type Float",
         ),
         (lambda: torch.jit.script(nn.Sequential(nn.ReLU())), 8, "not supported on ScriptModules"),
     ],

@@ -1,4 +1,4 @@
-"""Help for practitioners: the best epoch, early stopping, changed looks, a test of learning rates."""
+"""Help for practitioners: the best epoch, early stopping, photometric changes, a test of learning rates."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from selfconv.data import DataInfo, Split
-from selfconv.trained import rotation_curve, rotation_figure
+from selfconv.trained import evaluate_model, images_evaluated, rotation_curve, rotation_figure
 from selfconv.trained.rotation import round_mask, turn
 
 
@@ -51,6 +51,27 @@ class Direction(nn.Module):
         h, w = x.shape[-2] // 2, x.shape[-1] // 2
         quadrants = (x[..., :h, w:], x[..., :h, :w], x[..., h:, :w], x[..., h:, w:])  # counter-clockwise
         return torch.stack([q.sum((1, 2, 3)) for q in quadrants], 1)
+
+
+class Counting(nn.Module):
+    """Counts the images it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.images = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.images += len(x)
+        return x.flatten(1)[:, :2]
+
+
+@pytest.mark.parametrize("number", [3, 2500])  # fewer and more than a curve takes
+def test_images_evaluated(number: int) -> None:
+    split = Split(torch.zeros(number, 1, 4, 4, dtype=torch.uint8), torch.arange(number) % 2)
+    info = DataInfo("spots", "", ["a", "b"], 1, 4, [0.5], [0.5], {"train": 0, "val": 0, "test": number})
+    model = Counting()
+    evaluate_model(model, split, info)
+    assert model.images == images_evaluated(number)
 
 
 def test_the_curve_counts_right_answers_at_each_angle() -> None:

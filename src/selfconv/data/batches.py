@@ -69,8 +69,8 @@ class Augment:
         shift = torch.randint(-self.pad, self.pad + 1, (count, 2), generator=generator).float()
         return linear, shift
 
-    def draw_looks(self, count: int, generator: torch.Generator) -> Tensor:
-        """Samples [count, 7] of what happens to the pixels' values: three factors, and a rectangle."""
+    def draw_photometric(self, count: int, generator: torch.Generator) -> Tensor:
+        """Samples changes of the pixels' values [count, 7]: brightness, contrast, colour, and a rectangle."""
         drawn = torch.rand(count, 8, generator=generator)
         spread = 2 * drawn[:, :3] - 1
         share = self.erase * drawn[:, 3] * (drawn[:, 7] < 0.5)
@@ -81,14 +81,18 @@ class Augment:
         return torch.cat([spread * limits, corner, sides], 1)
 
     @property
-    def changes_looks(self) -> bool:
+    def has_photometric(self) -> bool:
         return any((self.brightness, self.contrast, self.colour, self.erase))
 
 
-def change_looks(images: Tensor, looks: Tensor, std: Sequence[float]) -> Tensor:
-    """Brightness, contrast, colour and a rectangle of the mean colour, for normalised images."""
-    looks = looks.to(images.device)
-    brightness, contrast, colour = (looks[:, i].view(-1, 1, 1, 1) for i in range(3))
+def apply_photometric(images: Tensor, drawn: Tensor, std: Sequence[float]) -> Tensor:
+    """Changes brightness, contrast and colour, and erases a rectangle, of normalised images.
+
+    Args:
+        drawn: from ``Augment.draw_photometric``.
+    """
+    drawn = drawn.to(images.device)
+    brightness, contrast, colour = (drawn[:, i].view(-1, 1, 1, 1) for i in range(3))
     grey = images.mean(1, keepdim=True)
     images = (grey + (images - grey) * (1 + colour)) * (1 + contrast)
     images = images + brightness / torch.tensor(std, device=images.device).view(1, -1, 1, 1)
@@ -96,7 +100,7 @@ def change_looks(images: Tensor, looks: Tensor, std: Sequence[float]) -> Tensor:
     outside = torch.zeros(len(images), 1, height, width, dtype=torch.bool, device=images.device)
     for axis, size in enumerate((height, width)):
         place = (torch.arange(size, device=images.device) + 0.5) / size
-        first, length = looks[:, 3 + axis, None], looks[:, 5 + axis, None]
+        first, length = drawn[:, 3 + axis, None], drawn[:, 5 + axis, None]
         missed = (place < first) | (place >= first + length)
         outside |= missed.view(-1, 1, size, 1) if axis == 0 else missed.view(-1, 1, 1, size)
     return (images * outside).contiguous(memory_format=torch.channels_last)
@@ -206,9 +210,9 @@ class Batches:
         # everything random is drawn for the whole epoch, so that any step of any process can be cut out
         order = torch.randperm(count, generator=generator) if self.shuffle else torch.arange(count)
         maps = self.augment.draw(count, generator) if self.augment is not None else None
-        looks = None
-        if self.augment is not None and self.augment.changes_looks:
-            looks = self.augment.draw_looks(count, generator)
+        photometric = None
+        if self.augment is not None and self.augment.has_photometric:
+            photometric = self.augment.draw_photometric(count, generator)
         for step in range(start_step, len(self)):
             first = step * self.batch_size
             images_in_step = min(self.batch_size, count - first)
@@ -218,8 +222,8 @@ class Batches:
             images = normalise(self.split.read(index), self.mean, self.std, self.split.levels)
             if maps is not None:
                 images = transform(images, *(value[own] for value in maps))
-            if looks is not None:
-                images = change_looks(images, looks[own], self.std)
+            if photometric is not None:
+                images = apply_photometric(images, photometric[own], self.std)
             if size is not None and images.shape[-2:] != (size, size):
                 images = F.interpolate(images, (size, size), mode="bilinear", antialias=True)
             yield images, self.split.labels[index]

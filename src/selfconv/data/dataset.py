@@ -32,7 +32,8 @@ class MissingDataError(DataError):
         self.source = source
 
 
-FEW_LEVELS = 16  # distinct values; fewer are worth a warning, and so is less than an eighth of the range
+FEW_LEVELS = 16  # distinct values of all training images; fewer cause a warning
+SMALL_SHARE = 1 / 8  # of the range between the least and the greatest value; less causes a warning
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +148,7 @@ class DataInfo:
     pixels: PixelRange = field(default_factory=PixelRange)
 
     def __post_init__(self) -> None:
-        """A description may come from anywhere, and what it says is used for the sizes of arrays."""
+        """Checks sizes before arrays are allocated: the file may be untrusted."""
         if len({*self.class_names}) < max(2, len(self.class_names)):
             raise ValueError(f"class_names: expected two or more, all different; got {self.class_names!r}")
         if not 1 <= self.in_channels <= MAX_CHANNELS or not 1 <= self.size <= MAX_SIZE:
@@ -284,7 +285,7 @@ def warn_about_data(data: Dataset) -> None:
     used = np.flatnonzero(data.counts.sum(0))
     span = int(used[-1] - used[0])
     levels = data.train.levels
-    if len(used) < FEW_LEVELS or span < levels / 8:
+    if len(used) < FEW_LEVELS or span < SMALL_SHARE * levels:
         hint = ": --range LOW,HIGH may fit them better" if span < levels / 2 else ""
         warnings.warn(
             f"{data.name}: the images use {len(used)} of {levels + 1} levels, from {used[0]} to {used[-1]}, "

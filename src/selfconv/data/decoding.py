@@ -5,6 +5,12 @@ options: ``layout.json`` (the shape and type of the array), ``images`` (the arra
 for each chunk on disk, so that an interrupted process continues where it stopped), ``images.final`` (the
 array with fewer channels or bits, if the images need no more), and ``done.json`` when it is complete. One
 process writes it, and others that need it wait on its lock.
+
+Channels and range may need two passes. The first decodes every file by a provisional layout: with three
+channels if any header says so, and, for 16-bit files with an automatic range, all values of uint16
+(``range_is_final`` is False). It notes of each chunk whether it is grey, and the largest value (``highest``).
+From these ``final_layout`` finds how many channels and bits the images need, and the second pass copies the
+array if they need fewer.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -153,10 +160,8 @@ class _Reader:
         return ArrayLayout(len(self.items), image_size or common, max(channels), pixels, final)
 
     def _range(self, pixel_range: str, dtypes: set[str]) -> tuple[PixelRange, bool]:
-        if pixel_range == "auto" and dtypes == {
-            "uint16"
-        }:  # stores every value; the range follows from the maximum
-            return PixelRange("uint16", 0, DEEPEST), False
+        if pixel_range == "auto" and dtypes == {"uint16"}:
+            return PixelRange("uint16", 0, DEEPEST), False  # every value is stored; the maximum decides later
         return choose_range(pixel_range, dtypes, self._extent, self.what), True
 
     def _extent(self) -> tuple[float, float]:
@@ -216,26 +221,26 @@ class _Reader:
             raise DataError(f"{self.what}: {len(failures)} of {layout.count} images cannot be read: {named}")
 
 
-def _final(layout: ArrayLayout, facts: Sequence[ChunkSummary]) -> ArrayLayout:
-    """The final layout: one channel if every image is grey, and the range that the values use."""
-    grey = layout.channels == 3 and all(chunk.grey for chunk in facts)
+def final_layout(layout: ArrayLayout, chunks: Sequence[ChunkSummary]) -> ArrayLayout:
+    """The layout with one channel if every image is grey, and the range that the values use."""
+    grey = layout.channels == 3 and all(chunk.grey for chunk in chunks)
     pixels = layout.pixels
     if not layout.range_is_final:
-        highest = float(max(chunk.highest for chunk in facts))
+        highest = float(max(chunk.highest for chunk in chunks))
         pixels = choose_range("auto", ["uint16"], lambda: (0.0, highest), "")
     return ArrayLayout(layout.count, layout.size, 1 if grey else layout.channels, pixels, True)
 
 
 def _in_memory(reader: _Reader, layout: ArrayLayout) -> tuple[Stack, PixelRange]:
-    images, facts = np.empty(layout.shape, layout.pixels.stored_as), []
+    images, chunks = np.empty(layout.shape, layout.pixels.stored_as), []
 
-    def store(chunk: NDArray, about: ChunkSummary) -> None:
-        start = about.number * layout.chunk
-        images[start : start + len(chunk)] = chunk
-        facts.append(about)
+    def store(pixels: NDArray, chunk: ChunkSummary) -> None:
+        start = chunk.number * layout.chunk
+        images[start : start + len(pixels)] = pixels
+        chunks.append(chunk)
 
     reader.decode_chunks(layout, set(), store)
-    final = _final(layout, facts)
+    final = final_layout(layout, chunks)
     return Stack(np.ascontiguousarray(images[..., : final.channels], final.pixels.stored_as)), final.pixels
 
 
@@ -267,48 +272,46 @@ def _read_layout(folder: Path, count: int) -> ArrayLayout:
 
 def _write_cache(reader: _Reader, layout: ArrayLayout, folder: Path) -> None:
     journal = folder / "chunks.jsonl"
-    facts = _chunks_on_disk(journal)
+    chunks = _chunks_on_disk(journal)
     with (
-        open(folder / "images", "r+b" if facts else "w+b") as file,
-        open(journal, "a" if facts else "w") as lines,
+        open(folder / "images", "r+b" if chunks else "w+b") as file,
+        open(journal, "a" if chunks else "w") as lines,
     ):
         file.truncate(layout.nbytes)
 
-        def store(chunk: NDArray, about: ChunkSummary) -> None:
-            file.seek(about.number * layout.chunk * chunk[0].nbytes)
-            file.write(chunk.data)
+        def store(pixels: NDArray, chunk: ChunkSummary) -> None:
+            file.seek(chunk.number * layout.chunk * pixels[0].nbytes)
+            file.write(pixels.data)
             file.flush()
             os.fdatasync(file.fileno())  # first the data, then their line in the journal
-            lines.write(json.dumps(asdict(about)) + "\n")
+            lines.write(json.dumps(asdict(chunk)) + "\n")
             lines.flush()
-            facts[about.number] = about
+            chunks[chunk.number] = chunk
 
-        reader.decode_chunks(layout, {*facts}, store)
-    final = _final(layout, [*facts.values()])
+        reader.decode_chunks(layout, {*chunks}, store)
+    final = final_layout(layout, [*chunks.values()])
     if final.shape != layout.shape or final.pixels.stored_as != layout.pixels.stored_as:
         stored = Stack(_map(folder / "images", layout))
-        with open(folder / "images.final", "wb") as whole:
-            for chunk in stored.chunks():
-                whole.write(np.ascontiguousarray(chunk[..., : final.channels], final.pixels.stored_as).data)
-            whole.flush()
-            os.fsync(whole.fileno())
-    # ``images`` has stayed as the journal describes it: a process that is killed before this copies it again
+        with open(folder / "images.final", "wb") as copy:
+            for pixels in stored.chunks():
+                copy.write(np.ascontiguousarray(pixels[..., : final.channels], final.pixels.stored_as).data)
+            copy.flush()
+            os.fsync(copy.fileno())
+    # If the process is killed before done.json exists, the next one makes this copy again.
     write_json(folder / "done.json", asdict(final))
-    if (folder / "images.final").exists():
-        (folder / "images").unlink()
 
 
 def _chunks_on_disk(journal: Path) -> dict[int, ChunkSummary]:
-    facts = {}
+    chunks = {}
     for line in journal.read_text().splitlines() if journal.exists() else ():
         try:
-            about = ChunkSummary(**parse_json(line))
+            chunk = ChunkSummary(**parse_json(line))
         except (ValueError, TypeError):
             break  # the line that was being written
-        facts[about.number] = about
-    if facts:  # drops an incomplete last line
-        journal.write_text("".join(json.dumps(asdict(about)) + "\n" for about in facts.values()))
-    return facts
+        chunks[chunk.number] = chunk
+    if chunks:  # drops an incomplete last line
+        journal.write_text("".join(json.dumps(asdict(chunk)) + "\n" for chunk in chunks.values()))
+    return chunks
 
 
 def _map(path: Path, layout: ArrayLayout) -> NDArray:
@@ -319,8 +322,11 @@ def _map(path: Path, layout: ArrayLayout) -> NDArray:
 def _open_cache(folder: Path, limit: float) -> tuple[Stack, PixelRange]:
     try:
         layout = read_as(ArrayLayout, folder / "done.json")
-        converted = folder / "images.final"
-        array = _map(converted if converted.exists() else folder / "images", layout)
+        original, copy = folder / "images", folder / "images.final"
+        if copy.exists():
+            with suppress(OSError):  # a cache that cannot be written, or another process was faster
+                original.unlink()  # here, so that a process killed right after done.json leaves it until now
+        array = _map(copy if copy.exists() else original, layout)
     except (ValueError, OSError) as error:
         raise DataError(f"{folder}: expected decoded images ({error}): delete this folder") from None
     return Stack(np.array(array) if layout.nbytes <= limit else array), layout.pixels

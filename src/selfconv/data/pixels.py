@@ -154,7 +154,7 @@ def choose_range(
 
 
 def in_channels(values: NDArray, channels: int) -> NDArray:
-    """Values ``[..., C]`` in so many channels: grey as colour, or colour as grey; others must have them."""
+    """Converts grey to colour or colour to grey; any other difference in channels is an error."""
     found = values.shape[-1]
     if found == channels:
         return values

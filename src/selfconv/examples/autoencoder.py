@@ -18,7 +18,7 @@ class Autoencoder(nn.Module):
     """``[N, in_channels, h, w] -> [N, in_channels, h, w]``, through a code ``[N, code, |H|, h/4, w/4]``.
 
     The code turns with the image: its planes are permuted and its map is turned. So does the reconstruction.
-    Exact on maps whose sides are multiples of 4.
+    ``width`` and the sides of images are multiples of 4.
     """
 
     def __init__(
@@ -47,4 +47,6 @@ class Autoencoder(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        if any(side % 4 for side in x.shape[-2:]):
+            raise ValueError(f"Autoencoder expects sides that are multiples of 4; got {list(x.shape)}")
         return self.decoder(self.encoder(x))

@@ -19,7 +19,7 @@ from selfconv.nn import (
 class UNet(nn.Module):
     """``[N, in_channels, h, w] -> [N, num_classes, h, w]``: scores that turn with the image.
 
-    Each next of the ``widths`` is a level of half the sides. Equivariant to ``group`` if those are whole.
+    Each next of the ``widths``, which are multiples of 4 (the heads), is a level of half the sides.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class UNet(nn.Module):
             return nn.Sequential(attention, GroupBatchNorm(width, group=group), nn.ReLU())
 
         first, *rest = widths
+        self.cell = 2 ** len(rest)
         self.lift = block(in_channels, first, LiftingSelfConv2d)
         self.down = nn.ModuleList(block(a, b) for a, b in zip(widths, rest, strict=False))
         self.up = nn.ModuleList(block(a + b, a) for a, b in zip(widths, rest, strict=False))
@@ -47,6 +48,8 @@ class UNet(nn.Module):
         self.head = nn.Sequential(GroupPool("mean", group=group), nn.Conv2d(first, num_classes, 1))
 
     def forward(self, x: Tensor) -> Tensor:
+        if any(side % self.cell for side in x.shape[-2:]):
+            raise ValueError(f"UNet expects sides that are multiples of {self.cell}; got {list(x.shape)}")
         maps = [self.lift(x)]  # [N, width, |H|, h, w], then half the sides at each level
         for down in self.down:
             maps.append(down(self.pool(maps[-1])))

@@ -43,8 +43,8 @@ MAX_UPLOAD = 16 * 2**20  # bytes
 class Choice:
     """What the user has chosen.
 
-    image is upright; home is the chosen place on it, which goes along when it is turned by ``angle``; layer,
-    head and channel count from 0, and a model that has fewer shows its last.
+    image is upright; home: the chosen pixel on the upright image; it is rotated with the image by ``angle``.
+    layer, head and channel count from 0, and a model that has fewer shows its last.
     """
 
     image: Image

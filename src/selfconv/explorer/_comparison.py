@@ -21,7 +21,7 @@ from selfconv.models import SPATIAL_KINDS, list_models
 from selfconv.testing import relative_error, transform
 from selfconv.train import open_data
 from selfconv.trained import TrainedModel, open_trained
-from selfconv.visualize import Inspection, occlusion_maps
+from selfconv.visualize import Inspection, border_colour, occlusion_maps
 
 Image = NDArray[np.uint8]  # [C, size, size]
 Place = tuple[float, float]  # row and column, also between pixels
@@ -61,8 +61,8 @@ class Comparison:
     """Models that take the same images and know the same classes, and samples of these images.
 
     What follows a click is computed from the models; ``occlusion`` and ``answers`` from their optimised
-    copies, so that another thread may call these: an inspection hooks into its model, and would see what
-    others ask.
+    copies, so that another thread may call these: an inspection registers hooks on its model, so calls from
+    another thread would be recorded too.
 
     Args:
         models: the one that the page is about first.
@@ -86,17 +86,17 @@ class Comparison:
         """
         own = [open_trained(place) for place in places]
         for other in own[1:]:
-            if not _same_question(own[0], other):
+            if not _same_inputs_and_classes(own[0], other):
                 raise ValueError(
                     f"explore: expected models for the same classes and images; {own[0].name} is for "
-                    f"{_question(own[0])}, {other.name} for {_question(other)}"
+                    f"{_describe_inputs(own[0])}, {other.name} for {_describe_inputs(other)}"
                 )
         if len(own) < 2:
-            shipped = _one_of_each_kind([open_trained(name) for name in list_models(pretrained=True)])
-            if not own:
-                own = sorted(shipped, key=lambda trained: len(trained.model.group))
-            else:
-                own += [other for other in shipped if _counterparts(own[0], other)]
+            shipped = [open_trained(name) for name in list_models(pretrained=True)]
+            if own:
+                own += _one_of_each_group([other for other in shipped if _counterparts(own[0], other)])
+            elif shipped:
+                own = max((_comparable(one, shipped) for one in shipped), key=len)
         if not own:
             raise ValueError("explore: this version ships no weights; expected the folder of a run")
         return cls(own, *_samples(own[0]))
@@ -135,7 +135,7 @@ class Comparison:
     def first_sample(self) -> int:
         """The sample to begin with: all models know it, and turning it deceives the most of them."""
 
-        def telling(sample: SampleImage) -> tuple[int, int]:
+        def score_of(sample: SampleImage) -> tuple[int, int]:
             turned = np.stack([np.rot90(sample.image, quarters, (1, 2)) for quarters in range(4)])
             found = [self.answers(model, turned).argmax(1) for model in range(len(self.models))]
             right = [[self.class_names[n] == sample.label for n in of_model] for of_model in found]
@@ -143,7 +143,7 @@ class Comparison:
                 not ok for of_model in right for ok in of_model
             )
 
-        scores = [telling(sample) for sample in self.samples]
+        scores = [score_of(sample) for sample in self.samples]
         return scores.index(max(scores))
 
     def _normalised(self, model: int, images: NDArray[np.uint8]) -> Tensor:
@@ -175,23 +175,29 @@ class Comparison:
         return relative_error(after, transform(before, element, group))
 
 
-def _one_of_each_kind(trained: Sequence[TrainedModel]) -> list[TrainedModel]:
+def _comparable(one: TrainedModel, others: Sequence[TrainedModel]) -> list[TrainedModel]:
+    """One model of each group, smallest group first, that take the images of ``one`` and know its classes."""
+    alike = _one_of_each_group([other for other in others if _same_inputs_and_classes(one, other)])
+    return sorted(alike, key=lambda trained: len(trained.model.group))
+
+
+def _one_of_each_group(trained: Sequence[TrainedModel]) -> list[TrainedModel]:
     """One of each group, with self convolution if there is such a one."""
     by_interest = sorted(trained, key=lambda one: one.model.config["spatial"] != "conv")
     return list({one.model.group.name: one for one in by_interest}.values())
 
 
 def _counterparts(a: TrainedModel, b: TrainedModel) -> bool:
-    """Whether one is planar, the other not, and both answer the same question about the same images."""
-    return _same_question(a, b) and (len(a.model.group) == 1) != (len(b.model.group) == 1)
+    """Whether one is planar, the other not, and both take the same images and know the same classes."""
+    return _same_inputs_and_classes(a, b) and (len(a.model.group) == 1) != (len(b.model.group) == 1)
 
 
-def _same_question(a: TrainedModel, b: TrainedModel) -> bool:
+def _same_inputs_and_classes(a: TrainedModel, b: TrainedModel) -> bool:
     names = ("class_names", "size", "in_channels")
     return all(getattr(a.data, name) == getattr(b.data, name) for name in names)
 
 
-def _question(trained: TrainedModel) -> str:
+def _describe_inputs(trained: TrainedModel) -> str:
     data = trained.data
     return f"{len(data.class_names)} classes, {data.in_channels} channels, {data.size}×{data.size} pixels"
 
@@ -213,7 +219,8 @@ def _samples(trained: TrainedModel) -> tuple[list[SampleImage], str]:
     try:
         return choose_samples(load_own_data(trained)), ""
     except DataError as error:
-        return _stand_ins(trained), f"These digits stand in for the run's data, which cannot be read: {error}"
+        note = f"These digits stand in for the run's data, which cannot be read: {error}"
+        return _digits_as_samples(trained), note
 
 
 def choose_samples(data: Dataset) -> list[SampleImage]:
@@ -227,7 +234,7 @@ def choose_samples(data: Dataset) -> list[SampleImage]:
     return chosen
 
 
-def _stand_ins(trained: TrainedModel) -> list[SampleImage]:
+def _digits_as_samples(trained: TrainedModel) -> list[SampleImage]:
     digits = choose_samples(load_data("digits"))
     size, channels = trained.data.size, trained.data.in_channels
     larger = fit(np.stack([digit.image.transpose(1, 2, 0) for digit in digits]), size).transpose(0, 3, 1, 2)
@@ -250,14 +257,11 @@ def turn(image: Image, degrees: float) -> Image:
         return np.ascontiguousarray(np.rot90(image, round(quarters) % 4, (1, 2)))
     import PIL.Image
 
-    turned = []
-    for channel in image:
-        border = np.concatenate([channel[[0, -1]].ravel(), channel[1:-1, [0, -1]].ravel()])
-        picture = PIL.Image.fromarray(channel).rotate(
-            degrees, PIL.Image.Resampling.BILINEAR, fillcolor=int(np.median(border))
-        )
-        turned.append(np.array(picture))
-    return np.stack(turned)
+    colours = border_colour(torch.from_numpy(np.ascontiguousarray(image))).tolist()
+    bilinear = PIL.Image.Resampling.BILINEAR
+    pictures = [PIL.Image.fromarray(channel) for channel in image]
+    turned = [p.rotate(degrees, bilinear, fillcolor=c) for p, c in zip(pictures, colours, strict=True)]
+    return np.stack([np.array(picture) for picture in turned])
 
 
 def turn_place(place: Place, degrees: float, size: int) -> Place:

@@ -32,7 +32,9 @@ def export_program(
 
     It consists of torch operators only, so running it does not need selfconv. In layers of this package,
     batch norm is folded, the filters of a group are steered, and attention is a sequence of convolutions and
-    elementwise operators that walks its window row by row.
+    elementwise operators that walks its window row by row. Attention that lifts, or whose window is
+    rectangular, dilated, or padded other than with zeros, is unfolded instead (``UnfoldedAttention2d``): its
+    tensors are k² times the features.
 
     Args:
         path: of a file to save the program to, usually ``….pt2``.

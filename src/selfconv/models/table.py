@@ -81,7 +81,7 @@ def list_models(pattern: str = "*", *, pretrained: bool = False) -> list[str]:
     Args:
         pretrained: list the models with included weights instead, for
             ``create_model(name, pretrained=True)``. Each name is a network and its training data, such as
-            ``resnet29_asc.cifar10``, or a smaller network whose configuration is stored with the weights,
+            ``resnet29.cifar10``, or a smaller network whose configuration is stored with the weights,
             such as ``digits_asc``.
     """
     names = sorted(path.name for path in WEIGHTS.iterdir()) if pretrained else MODELS

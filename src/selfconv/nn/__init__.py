@@ -22,7 +22,7 @@ from selfconv.nn._fixed import (
     FixedConv2d,
     NativeAttention2d,
     fix_filters,
-    is_plain,
+    is_unmodified,
 )
 from selfconv.nn._gates import GroupDropout, SqueezeExcite
 from selfconv.nn._local_attention import LocalAttention2d, set_backend
@@ -58,6 +58,6 @@ __all__ = [
     "Upsample2d",
     "concatenate",
     "fix_filters",
-    "is_plain",
+    "is_unmodified",
     "set_backend",
 ]

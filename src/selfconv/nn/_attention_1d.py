@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from selfconv.groups import get_group
 from selfconv.nn._attention import AffineSelfConv2d
 from selfconv.ops import Pair, is_whole
 
@@ -15,7 +16,8 @@ class AffineSelfConv1d(AffineSelfConv2d):
 
     Shapes: ``[N, in, L] -> [N, out, L / stride]``. ``group`` may be one that maps rows to rows,
     such as that of reflections, ``Group("mirror", (IDENTITY, MIRROR))``: ``[N, in, |H|, L]``. ψ and β are
-    ``[C, (|H|,) 1, k]``. ``stride`` is the mean of as many neighbours.
+    ``[C, (|H|,) 1, k]``. ``stride`` is the mean of as many neighbours. In ``selfconv.testing`` these
+    are the kinds ``"sequence"`` and ``"group sequence"``.
 
     Args:
         kernel_size, dilation: integers.
@@ -35,6 +37,12 @@ class AffineSelfConv1d(AffineSelfConv2d):
         for name, size, kind in (("kernel_size", kernel_size, "odd "), ("dilation", dilation, "")):
             if not is_whole(size) or size < 1 or (kind and size % 2 == 0):
                 raise ValueError(f"AffineSelfConv1d: {name}: expected one {kind}integer ≥ 1; got {size!r}")
+        group = get_group(options.get("group", "z2"))
+        if not group.keeps_axes:
+            raise ValueError(
+                f"AffineSelfConv1d: group {group.name!r} turns rows into columns: expected one that maps "
+                "rows to rows, such as Group('mirror', (IDENTITY, MIRROR))"
+            )
         super().__init__(
             in_channels, out_channels, (1, kernel_size), stride, dilation=(1, dilation), **options
         )
@@ -58,6 +66,10 @@ class AffineSelfConv1d(AffineSelfConv2d):
             expected = ", ".join(map(str, ("N", self.in_channels, *axis, "L")))
             where = f"AffineSelfConv1d on group {self.group.name!r}"
             raise ValueError(f"{where} expects [{expected}]; got shape {list(x.shape)}")
+        if not x.is_floating_point():
+            raise TypeError(
+                f"AffineSelfConv1d expects floating-point features; got {x.dtype} of shape {list(x.shape)}"
+            )
         if x.shape[-1] < self.stride:
             raise ValueError(
                 f"AffineSelfConv1d with stride={self.stride} expects so many positions or more; "

@@ -25,6 +25,9 @@ def concatenate(*features: Tensor, group: str | Group = "z2") -> Tensor:
     order = len(group)
     expected = "[N, C, h, w]" if order == 1 else f"[N, C, {order}, h, w] or [N, C, h, w]"
     for x in features:
+        if not isinstance(x, Tensor):
+            kinds = ", ".join(type(x).__name__ for x in features)
+            raise TypeError(f"concatenate expects tensors as arguments, concatenate(a, b); got {kinds}")
         on_group = order > 1 and x.dim() == 5 and x.shape[2] == order
         if not (x.dim() == 4 or on_group):
             raise ValueError(

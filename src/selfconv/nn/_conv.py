@@ -118,7 +118,7 @@ class LiftingConv2d(_SteeredConv2d):
         return self.group.steer(filters, planar=True)  # [out, in, P, k, k]
 
     def forward(self, x: Tensor) -> Tensor:
-        check_features("LiftingConv2d", x, self.in_channels, Z2)
+        check_features("LiftingConv2d", x, self.in_channels, Z2, lifted_to=self.group)
         return self._convolve(x)
 
 

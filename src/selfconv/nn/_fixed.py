@@ -6,8 +6,9 @@ group, and attention stores ψ and β transformed by every element of the group.
 a fraction of the operators; the filters are stored |H| times.
 
 There are two forms. The native form keeps the fused kernels and holds features in channels_last; the plain
-form, for exports, consists of torch's operators alone: ``_taps.py`` for a square window with zeros outside
-the image, and the eager form of the operation for other windows.
+form, for exports, consists of torch's operators alone: ``PlainAttention2d`` (``_taps.py``) for a square,
+undilated window with zeros outside the image, and ``UnfoldedAttention2d``, the eager form of the operation,
+for other windows and for attention that lifts.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfconv.groups import Z2, Group
@@ -44,7 +46,7 @@ CONVOLUTIONS = (LiftingConv2d, GroupConv2d)
 ATTENTION = (AffineSelfConv2d, LiftingSelfConv2d, SimpleAffineSelfConv2d, StandAloneSelfAttention2d)
 
 
-def is_plain(layer: nn.Module, *kinds: type[nn.Module]) -> bool:
+def is_unmodified(layer: nn.Module, *kinds: type[nn.Module]) -> bool:
     """Whether calling the layer does what its class says: no subclass, parametrization, hook, own forward."""
     hooked = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
     return type(layer) in kinds and not hooked
@@ -61,9 +63,9 @@ def fix_filters(module: nn.Module, *, native: bool = False) -> nn.Module:
     """
     fixed: dict[nn.Module | None, nn.Module] = {}
     for layer in module.modules():
-        if is_plain(layer, *CONVOLUTIONS):
+        if is_unmodified(layer, *CONVOLUTIONS):
             fixed[layer] = FixedConv2d.of(layer, innermost=native).eval()  # type: ignore[arg-type]
-        elif is_plain(layer, *ATTENTION):
+        elif is_unmodified(layer, *ATTENTION):
             fixed[layer] = _fixed_attention(layer, native).eval()  # type: ignore[arg-type]
     for parent in module.modules():
         if type(parent).forward is nn.Sequential.forward:
@@ -118,16 +120,17 @@ class FixedConv2d(FixedLayer):
         super().__init__()
         self.domain, self.channels, self.order = domain, filters.shape[1], filters.shape[2]
         self.innermost = innermost
+        self.stride, self.padding = stride, padding
         weight = fold_filters(filters, innermost)  # [C'·P, C·R, k, k], or [P·C', R·C, k, k]
-        c_out, c_in, k, _ = weight.shape
-        self.conv = nn.Conv2d(c_in, c_out, k, stride, padding, bias=bias is not None, device="meta")
-        layout = torch.channels_last if innermost else torch.contiguous_format
-        self.conv.weight = nn.Parameter(weight.contiguous(memory_format=layout))
-        if bias is not None:
-            self.conv.bias = nn.Parameter(fold_bias(bias, self.order, innermost))
-        pointwise = k == 1 and padding == 0  # and commutes with pooling: the cheap order
+        pointwise = weight.shape[-1] == 1 and padding == 0  # and commutes with pooling: the cheap order
         self.pool_before: int | Pair = pool if pointwise else 1
         self.pool_after: int | Pair = 1 if pointwise else pool
+        # with channels innermost a matrix product, which for few images takes half the time of conv2d
+        self.is_matrix = pointwise and stride == 1 and innermost
+        layout = torch.channels_last if innermost else torch.contiguous_format
+        weight = weight.flatten(1).contiguous() if self.is_matrix else weight.contiguous(memory_format=layout)
+        self.weight = nn.Parameter(weight)
+        self.bias = None if bias is None else nn.Parameter(fold_bias(bias, self.order, innermost))
 
     @classmethod
     def of(cls, layer: LiftingConv2d | GroupConv2d, *, innermost: bool) -> FixedConv2d:
@@ -141,7 +144,12 @@ class FixedConv2d(FixedLayer):
         maps = x
         if x.dim() == 5:
             maps = (x.transpose(1, 2) if self.innermost else x).flatten(1, 2)
-        y = avg_pool(self.conv(avg_pool(maps, self.pool_before)), self.pool_after)
+        maps = avg_pool(maps, self.pool_before)
+        if self.is_matrix:
+            y = F.linear(maps.permute(0, 2, 3, 1), self.weight, self.bias).permute(0, 3, 1, 2)
+        else:
+            y = F.conv2d(maps, self.weight, self.bias, self.stride, self.padding)
+            y = avg_pool(y, self.pool_after)
         if self.order == 1:
             return y
         return (
@@ -231,7 +239,10 @@ class PlainAttention2d(FixedLayer):
 
 
 class UnfoldedAttention2d(FixedLayer):
-    """An attention layer with any window, its filters steered, in the eager form of the operation."""
+    """An attention layer with any window, its filters steered, in the eager form of the operation.
+
+    It unfolds: its largest tensors are k² times the features.
+    """
 
     psi_k: Tensor | None
     beta_k: Tensor | None

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from selfconv.groups import Group, get_group
 from selfconv.nn._layout import check_features, check_sizes
+from selfconv.ops import check_probability
 
 
 class SqueezeExcite(nn.Module):
@@ -71,8 +72,7 @@ class GroupDropout(nn.Module):
 
     def __init__(self, p: float = 0.5, mode: DropoutMode = "channel", *, group: str | Group = "z2") -> None:
         super().__init__()
-        if isinstance(p, bool) or not isinstance(p, int | float) or not 0 <= p <= 1:
-            raise ValueError(f"p: expected a probability, 0 ≤ p ≤ 1; got {p!r}")
+        check_probability("p", p)
         if mode not in ("channel", "point"):
             raise ValueError(f"mode: expected 'channel' or 'point'; got {mode!r}")
         self.p = p

@@ -29,18 +29,33 @@ def check_window(module: str, kernel_size: int) -> None:
         raise ValueError(f"{module}: kernel_size: expected an odd integer ≥ 1; got {kernel_size}")
 
 
-def check_features(module: str, x: Tensor, channels: int | None, group: Group) -> None:
-    """Features of the right rank and sizes: [N, C, h, w] on z2, [N, C, |H|, h, w] on a larger group."""
+def check_features(
+    module: str, x: Tensor, channels: int | None, group: Group, lifted_to: Group | None = None
+) -> None:
+    """Features of the right rank and sizes: [N, C, h, w] on z2, [N, C, |H|, h, w] on a larger group.
+
+    Args:
+        lifted_to: the group of the output, which differs from that of the features if the layer lifts.
+    """
     planar = len(group) == 1
     fits = x.dim() == (4 if planar else 5) and (planar or x.shape[2] == len(group))
     if not fits or (channels is not None and x.shape[1] != channels):
         c = "C" if channels is None else channels
         axis = "" if planar else f"{len(group)}, "
-        raise ValueError(
-            f"{module} on group {group.name!r} expects [N, {c}, {axis}h, w]; got shape {list(x.shape)}"
-        )
+        where = f"on group {group.name!r} expects"
+        if lifted_to is not None and lifted_to is not group:
+            where = f"lifts planar features to group {lifted_to.name!r} and expects"
+        raise ValueError(f"{module} {where} [N, {c}, {axis}h, w]; got shape {list(x.shape)}")
     if not x.is_floating_point():
         raise TypeError(f"{module} expects floating-point features; got {x.dtype} of shape {list(x.shape)}")
+    if 0 in x.shape[-2:]:
+        raise ValueError(f"{module} expects maps of 1×1 or more; got shape {list(x.shape)}")
+
+
+def is_sequence(x: Tensor, channels: int, group: Group) -> bool:
+    """Whether features are sequences, maps of one row without its axis: [N, C, L] on z2, [N, C, |H|, L]."""
+    axis = () if len(group) == 1 else (len(group),)
+    return group.keeps_axes and x.dim() == 3 + len(axis) and x.shape[1:-1] == (channels, *axis)
 
 
 def channels_innermost(x: Tensor) -> bool:

@@ -17,6 +17,8 @@ from selfconv.ops import (
     affine_self_conv_packed,
     check_backend,
     check_heads,
+    check_probability,
+    check_scale,
     make_window,
     split_packed,
 )
@@ -60,10 +62,7 @@ class LocalAttention2d(nn.Module):
         )
         self.group = get_group(group)
         self.window = make_window(kernel_size, dilation, padding_mode, self.group, name)
-        if not 0 <= dropout < 1:
-            raise ValueError(
-                f"{name}: dropout: expected a probability from 0 to less than 1; got {dropout!r}"
-            )
+        check_probability(f"{name}: dropout", dropout)
         check_heads(num_heads, key=key_channels, value=out_channels)
         check_backend(backend)
         self.in_channels = in_channels
@@ -71,7 +70,7 @@ class LocalAttention2d(nn.Module):
         self.key_channels = key_channels
         self.stride = stride
         self.num_heads = num_heads
-        self.scale = 1 / key_channels if scale is None else float(scale)
+        self.scale = check_scale(scale, key_channels)
         self.dropout = dropout
         self.backend = backend
         self.psi, self.affine = psi, affine
@@ -203,7 +202,7 @@ class LocalAttention2d(nn.Module):
 
     def project(self, x: Tensor) -> Tensor:
         """A^Q[Q], K and V of the features x, concatenated along the channels, computed by one convolution."""
-        check_features(type(self).__name__, x, self.in_channels, self.domain)
+        check_features(type(self).__name__, x, self.in_channels, self.domain, lifted_to=self.group)
         return group_conv(x, *self.steered_projection(), self.domain)
 
     def steered_projection(self) -> tuple[Tensor, Tensor | None]:

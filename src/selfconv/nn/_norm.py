@@ -12,6 +12,7 @@ from selfconv.nn._layout import (
     channels_to_front,
     check_features,
     check_sizes,
+    is_sequence,
 )
 from selfconv.ops import owned
 
@@ -21,8 +22,9 @@ class GroupBatchNorm(nn.BatchNorm2d):
 
         y_c(R, x) = γ_c (f_c(R, x) − mean_c) / √(var_c + ε) + β_c,   mean and variance over N, R and x
 
-    Shapes: ``[N, C, |H|, h, w]``, on z2 ``[N, C, h, w]``, the output has the same shape. Equivariant to
-    ``group`` and shifts; statistics per plane would break this. A subclass of ``nn.BatchNorm2d``, so that
+    Shapes: ``[N, C, |H|, h, w]``, on z2 ``[N, C, h, w]``, the output has the same shape; also sequences
+    ``[N, C, |H|, L]``, on z2 ``[N, C, L]``, if the group maps rows to rows. Equivariant to ``group`` and
+    shifts; statistics per plane would break this. A subclass of ``nn.BatchNorm2d``, so that
     weight decay filters and ``nn.SyncBatchNorm.convert_sync_batchnorm`` recognise it.
     """
 
@@ -41,6 +43,8 @@ class GroupBatchNorm(nn.BatchNorm2d):
         self.group = get_group(group)
 
     def forward(self, x: Tensor) -> Tensor:
+        if is_sequence(x, self.num_features, self.group):
+            return self.forward(x.unsqueeze(-2)).squeeze(-2)
         check_features("GroupBatchNorm", x, self.num_features, self.group)
         if x.dim() == 4:
             return super().forward(x)
@@ -59,8 +63,9 @@ class GroupLayerNorm(nn.LayerNorm):
 
         y_c(R, x) = γ_c (f_c(R, x) − mean(R, x)) / √(var(R, x) + ε) + β_c,   mean and variance over c
 
-    Shapes: ``[N, C, |H|, h, w]``, on z2 ``[N, C, h, w]``, the output has the same shape. Equivariant to
-    ``group`` and shifts: both permute points, and the layer treats all points in the same way.
+    Shapes: ``[N, C, |H|, h, w]``, on z2 ``[N, C, h, w]``, the output has the same shape; also sequences
+    ``[N, C, |H|, L]``, on z2 ``[N, C, L]``, if the group maps rows to rows. Equivariant to ``group`` and
+    shifts: both permute points, and the layer treats all points in the same way.
     ``nn.LayerNorm`` normalises the last axes, here space, with γ and β for each position, and is not
     equivariant.
     """
@@ -81,6 +86,8 @@ class GroupLayerNorm(nn.LayerNorm):
         self.group = get_group(group)
 
     def forward(self, x: Tensor) -> Tensor:
+        if is_sequence(x, self.normalized_shape[0], self.group):
+            return self.forward(x.unsqueeze(-2)).squeeze(-2)
         check_features("GroupLayerNorm", x, self.normalized_shape[0], self.group)
         y = channels_to_front(super().forward(channels_to_end(x)))
         return y if channels_innermost(x) else y.contiguous()

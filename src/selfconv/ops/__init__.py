@@ -11,7 +11,17 @@ from torch import Tensor
 
 from selfconv.groups import Group, get_group
 from selfconv.ops._backends import BACKENDS, check_backend, choose_backend, explain_call
-from selfconv.ops._call import Call, cast, check_call, check_float, check_heads, owned, steer
+from selfconv.ops._call import (
+    Call,
+    cast,
+    check_call,
+    check_float,
+    check_heads,
+    check_probability,
+    check_scale,
+    owned,
+    steer,
+)
 from selfconv.ops._flops import affine_self_conv_flops
 from selfconv.ops._window import PaddingMode, Pair, Window, is_whole, make_window
 from selfconv.ops.eager import attend, pad, run_with_attention
@@ -31,6 +41,8 @@ __all__ = [
     "cast",
     "check_backend",
     "check_heads",
+    "check_probability",
+    "check_scale",
     "explain",
     "filter_tables",
     "is_whole",
@@ -119,8 +131,7 @@ def affine_self_conv(
         kernel_size=kernel_size, num_heads=num_heads, scale=scale, group=group,
         dilation=dilation, padding_mode=padding_mode, lifting=lifting,
     )  # fmt: skip
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p: expected a probability from 0 to less than 1; got {dropout_p!r}")
+    check_probability("dropout_p", dropout_p)
     if return_attention or dropout_p:
         if backend not in (None, "eager"):
             option = "return_attention" if return_attention else f"dropout_p={dropout_p}"

@@ -166,7 +166,7 @@ def check_call(
         beta_v,
         window=window,
         num_heads=num_heads,
-        scale=1 / c_k if scale is None else float(scale),
+        scale=check_scale(scale, c_k),
         group=group,
         lifting=lifting and len(group) > 1,
     )
@@ -177,6 +177,23 @@ def check_float(name: str, t: Tensor) -> None:
         raise TypeError(f"{name}: expected a tensor; got {type(t).__name__}")
     if not t.is_floating_point():
         raise TypeError(f"{name}: expected a floating-point tensor; got {t.dtype} of shape {list(t.shape)}")
+
+
+def check_scale(scale: float | None, key_channels: int) -> float:
+    """The factor of the score: by default 1 / key channels."""
+    if scale is None:
+        return 1 / key_channels
+    if torch.compiler.is_compiling():  # to which it may be a symbol
+        return float(scale)
+    if isinstance(scale, bool | str) or not hasattr(scale, "__float__") or not math.isfinite(scale):
+        raise ValueError(f"scale: expected a finite number; got {scale!r}")
+    return float(scale)
+
+
+def check_probability(name: str, p: float) -> None:
+    """Raises an error, which begins with ``name``, unless p is a number from 0 to 1."""
+    if isinstance(p, bool) or not isinstance(p, int | float) or not 0 <= p <= 1:
+        raise ValueError(f"{name}: expected a probability, 0 to 1; got {p!r}")
 
 
 def check_heads(num_heads: int, **channels: int) -> None:

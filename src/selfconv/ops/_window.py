@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -33,6 +33,21 @@ class Window:
     def reach(self) -> Pair:
         """The largest offset in rows and in columns."""
         return self.dilation[0] * (self.size[0] // 2), self.dilation[1] * (self.size[1] // 2)
+
+    def on(self, size: Pair) -> Window:
+        """The window with the same neighbours on maps of ``size``, and the smallest dilation that has them.
+
+        With a dilation of n, all neighbours in an axis of n pixels but the centre are outside; a circular
+        image repeats after n pixels. Memory and time depend on how far the window reaches.
+        """
+        limits = [max(n, 1) for n in size]
+        if all(d <= n for d, n in zip(self.dilation, limits, strict=True)):
+            return self
+        circular = self.padding_mode == "circular"
+        rows, columns = (
+            (d % n or n) if circular else min(d, n) for d, n in zip(self.dilation, limits, strict=True)
+        )
+        return replace(self, dilation=(rows, columns))
 
 
 def make_window(
@@ -68,4 +83,4 @@ def pair(value: Any) -> Pair | None:
 
 def is_whole(number: object) -> bool:
     """Whether a size is an integer, of Python or NumPy."""
-    return isinstance(number, int | np.integer)
+    return isinstance(number, int | np.integer) and not isinstance(number, bool)

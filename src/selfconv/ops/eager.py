@@ -1,8 +1,8 @@
 """The operation in vectorised PyTorch: any device and dtype, dense ψ, differentiable, exportable.
 
 It unfolds: for every offset of the window a shifted copy of keys and values is in memory. That makes it
-simple, but slow and large; the kernels beside it never do. Exports use it only for attention whose window is
-not square, dilated or has other borders than zeros.
+simple, but slow and large; the kernels beside it never do. Exports use it only for attention that lifts, or
+whose window is rectangular, dilated, or padded other than with zeros.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """The operation on features [N, C, R, h, w] with steered filters, in the shapes of ``affine_map``."""
     psi_k, beta_k, psi_v, beta_v = filters
+    if not torch.compiler.is_compiling():  # whose sizes may be symbols, which must not be compared
+        window = window.on((key.shape[-2], key.shape[-1]))
     products = query.unsqueeze(3) * affine_map(key, psi_k, beta_k, window)  # [N, C_k, P, taps, h, w]
     scores = products.unflatten(1, (num_heads, -1)).sum(2) * scale
     if window.padding_mode == "exclude":
@@ -78,6 +80,10 @@ def neighbours(f: Tensor, window: Window) -> Tensor:
     """f(x + t) for every offset t of the window: [..., h, w] -> [..., taps, h, w]."""
     h, w = f.shape[-2:]
     d_i, d_j = window.dilation
+    if torch.compiler.is_exporting():  # unfold would make constants of height and width
+        (rows, columns), padded = window.size, pad(f, window)
+        parts = [padded.narrow(-2, i * d_i, h) for i in range(rows)]
+        return torch.stack([part.narrow(-1, j * d_j, w) for part in parts for j in range(columns)], -3)
     return pad(f, window).unfold(-2, h, d_i).unfold(-2, w, d_j).flatten(-4, -3)  # ways to lay rows, columns
 
 

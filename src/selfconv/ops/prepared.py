@@ -27,14 +27,14 @@ def filter_tables(
     """
     if backend_failure("numba") is not None:
         return None
-    from selfconv.ops.cpu.backend import signed_tables
+    from selfconv.ops.cpu import backend
 
     order = len(options["group"])
     sizes = (1, 1) if order == 1 else (order, 1, 1)
     features = [torch.empty(0, c, *sizes, dtype=dtype) for c in channels]
     on_cpu = [None if t is None else t.cpu() for t in filters]
     call = check_call(features[0], features[1], features[-1], *on_cpu, **options)
-    return None if call.dense or call.compute_dtype != dtype else signed_tables(call)
+    return None if call.dense or call.compute_dtype != dtype else backend.key_and_value_tables(call)
 
 
 class PreparedCall:
@@ -54,7 +54,7 @@ class PreparedCall:
         if self._forward is None:
             from selfconv.ops.cpu.backend import PreparedForward
 
-            self._forward = PreparedForward(abs(self.scale))
+            self._forward = PreparedForward(self.scale)
         if not self._forward.serves(packed, table_k):
             return None
         planar = packed.dim() == 4

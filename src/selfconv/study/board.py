@@ -36,8 +36,8 @@ class Result:
 
 
 def read_result(folder: Path) -> Result | None:
-    """None if the run has not finished."""
-    if not finished(folder):
+    """None if the run has not been trained and evaluated."""
+    if not evaluated(folder):
         return None
     record, evaluation = Run(folder).record, read_as(Evaluation, folder / "evaluation.json")
     return Result(
@@ -50,7 +50,8 @@ def read_result(folder: Path) -> Result | None:
     )
 
 
-def finished(folder: Path) -> bool:
+def evaluated(folder: Path) -> bool:
+    """Whether a run has finished, and its evaluation too."""
     return (folder / "record.json").exists() and (folder / "evaluation.json").exists()
 
 
@@ -78,8 +79,8 @@ def _table(plan: Plan, results: dict[str, Result | None]) -> Table:
         if found:
             cells += [
                 f"{found[0].parameters:,}",
-                _shown(Sample.of([100 * r.accuracy for r in found])),
-                _shown(Sample.of([100 * r.turned for r in found])),
+                str(Sample.of([100 * r.accuracy for r in found])),
+                str(Sample.of([100 * r.turned for r in found])),
                 f"{max(r.equivariance_error for r in found):.2g}",
                 f"{median(r.images_per_second for r in found):,.0f}",  # the first may include compilation
             ]
@@ -90,10 +91,6 @@ def _table(plan: Plan, results: dict[str, Result | None]) -> Table:
     )
     table.caption_justify = "left"
     return table
-
-
-def _shown(sample: Sample) -> str:
-    return f"{sample.mean:.2f}" + ("" if sample.deviation is None else f" ± {sample.deviation:.2f}")
 
 
 @dataclass
@@ -149,7 +146,7 @@ class Board:
         self._running[trial.folder] = _Running(trial, time.monotonic())
 
     def step(self, trial: Trial, share: float, text: str) -> None:
-        """A trial has come so far, and this is how it goes."""
+        """Reports the completed fraction of a trial and a status line."""
         now = time.monotonic()
         if trial.folder not in self._running:
             self.begin(trial)

@@ -1,4 +1,4 @@
-"""Claims about results as predicates: holds, does not hold, or too few runs, with the numbers.
+"""Claims about results as predicates: holds, does not hold, not decided, or too few runs, with the numbers.
 
 Results are a mapping from tables to models to outcomes, of the paper or of run records alike.
 """
@@ -32,7 +32,8 @@ Term = tuple[str, str]  # table, model
 class Verdict(StrEnum):
     HOLDS = "holds"
     FAILS = "does not hold"
-    FEW = "too few runs"
+    OPEN = "not decided"  # the interval of a difference contains 0
+    FEW = "too few runs"  # fewer than LEAST_RUNS of a model
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,15 @@ class Claim:
 
 
 RULES = (
-    f"A claim about accuracies needs at least {LEAST_RUNS} runs of every model in it.",
+    f"A claim about accuracies needs at least {LEAST_RUNS} runs of every model in it; with fewer, it has "
+    f"“{Verdict.FEW}”.",
     "Differences of accuracies are in percentage points, with their 95% interval (Welch) in parentheses.",
     "“Higher” or “lower” holds if the interval of the difference lies on that side of 0 and does "
-    "not hold if it lies on the other; an interval that contains 0 is too few runs to tell.",
+    f"not hold if it lies on the other; with an interval that contains 0 it is “{Verdict.OPEN}”.",
     "“Within one standard deviation” compares the two means: the first may fall short of the second by no "
     "more than the second's deviation.",
     "“No gain” holds if the mean is not higher, does not hold if the interval lies above 0, and is otherwise "
-    "too few runs to tell.",
+    f"“{Verdict.OPEN}”.",
     "Claims about parameters are counted, and need one run.",
 )
 
@@ -80,12 +82,15 @@ def _find(results: Results, terms: Sequence[Term], least: int) -> list[Outcome] 
 
 
 def all_of(*checks: Check) -> Check:
-    """A rule that holds if all given rules hold, and fails if one fails."""
+    """A rule that holds if all given rules hold, and fails if one fails.
+
+    Otherwise there are too few runs if that is so for one of them, and else it is not decided.
+    """
 
     def check(results: Results) -> Finding:
         findings = [each(results) for each in checks]
         verdicts = {finding.verdict for finding in findings}
-        worst = next(v for v in (Verdict.FAILS, Verdict.FEW, Verdict.HOLDS) if v in verdicts)
+        worst = next(v for v in (Verdict.FAILS, Verdict.FEW, Verdict.OPEN, Verdict.HOLDS) if v in verdicts)
         evidence = dict.fromkeys(line for finding in findings for line in finding.evidence)
         return Finding(worst, tuple(evidence), any(finding.absent for finding in findings))
 
@@ -111,7 +116,7 @@ def _compare(
 
 def _above_zero(change: Difference, _: list[Outcome]) -> Verdict:
     low, high = _bounds(change)
-    return Verdict.HOLDS if low > 0 else Verdict.FAILS if high < 0 else Verdict.FEW
+    return Verdict.HOLDS if low > 0 else Verdict.FAILS if high < 0 else Verdict.OPEN
 
 
 def _bounds(change: Difference) -> tuple[float, float]:
@@ -129,7 +134,7 @@ def no_gain(table: str, model: str, other: str) -> Check:
     def judge(change: Difference, _: list[Outcome]) -> Verdict:
         if change.value <= 0:
             return Verdict.HOLDS
-        return Verdict.FAILS if _bounds(change)[0] > 0 else Verdict.FEW
+        return Verdict.FAILS if _bounds(change)[0] > 0 else Verdict.OPEN
 
     return _compare([(table, model)], [(table, other)], judge, _pair(model, other))
 
@@ -229,8 +234,7 @@ def signed(value: float, digits: int = 2) -> str:
 
 
 def shown(sample: Sample) -> str:
-    spread = "" if sample.deviation is None else f" ± {sample.deviation:.2f}"
-    return f"{sample.mean:.2f}{spread} (n = {sample.n})"
+    return f"{sample} (n = {sample.n})"
 
 
 def shown_difference(change: Difference) -> str:

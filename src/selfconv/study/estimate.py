@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from selfconv._memory import keep_memory
-from selfconv._text import format_duration
-from selfconv.study.plans import Plan, Trial, count
+from selfconv._text import count, format_duration
+from selfconv.study.plans import Plan, Trial
 from selfconv.train import RunConfig, Trainer, make_accelerator
-from selfconv.trained import VIEWS
+from selfconv.trained import images_evaluated
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -35,13 +35,14 @@ def run_seconds(config: RunConfig, data: Dataset) -> float:
         batch = next(iter(trainer.batches.epoch(0, 0)))
         train = _median_seconds(lambda: trainer.step(*batch))
         trainer.network.eval()
-        images = next(iter(trainer.test))[0]
+        batch_of_test = next(iter(trainer.test))[0]
         with torch.inference_mode():
-            test = _median_seconds(lambda: trainer.network(images)) / len(images)
+            test = _median_seconds(lambda: trainer.network(batch_of_test)) / len(batch_of_test)
     sizes = config.recipe.all_sizes(data.size)
     train *= sum(size**2 for size in sizes) / (len(sizes) * data.size**2)
     epoch = train * len(trainer.batches) + test * len(data.val)
-    return config.recipe.epochs * epoch + (1 + len(VIEWS)) * test * len(data.test)
+    images = len(data.test) + images_evaluated(len(data.test))
+    return config.recipe.epochs * epoch + images * test
 
 
 def _median_seconds(call: object) -> float:

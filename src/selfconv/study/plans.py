@@ -13,9 +13,19 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from selfconv._files import earlier_name
+from selfconv._text import count
 from selfconv.models import at_depth, model_facts, paper_label
 from selfconv.study import paper
-from selfconv.train import RECIPES, DataOptions, ModelOptions, Recipe, RecipeName, RunConfig, paper_recipe
+from selfconv.train import (
+    RECIPES,
+    DataOptions,
+    ModelOptions,
+    Recipe,
+    RecipeName,
+    RunConfig,
+    default_recipe,
+    paper_recipe,
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,7 @@ class Plan:
     title: str
     source: str | None  # the data that it is meant for; None: any
     trials: tuple[Trial, ...]
-    reduced: tuple[str, ...] = ()  # in what it is less than what its name stands for, as plain sentences
+    reduced: tuple[str, ...] = ()  # reductions against the full experiment, a line each
 
     @property
     def data(self) -> DataOptions:
@@ -91,6 +101,8 @@ class Plan:
 
 
 # ---- its files ----
+
+PLAN, FAILED = "plan.json", "failed.json"
 
 
 @dataclass(frozen=True)
@@ -131,9 +143,11 @@ class Failure:
 
 @dataclass(frozen=True)
 class Line:
+    """A network of a plan, which is trained with every seed: a row in a table of the report."""
+
     model: ModelOptions
     label: str
-    table: str  # of the report
+    table: str  # its title
     recipe: Mapping[str, Any] = field(default_factory=dict)  # what it changes in the plan's recipe
 
 
@@ -145,9 +159,9 @@ class Outline:
     lines: Sequence[Line]
     seeds: int
     data: DataOptions = field(default_factory=lambda: DataOptions(source="cifar10"))
-    recipe: RecipeName | None = None  # None: the one for the data
+    recipe: RecipeName | None = None  # None: the default for the data
     changes: Mapping[str, Any] = field(default_factory=dict)  # to that recipe
-    whole: int | None = None  # runs of each network, of which ``seeds`` are a part; None: they are all
+    full_seeds: int | None = None  # runs of each network in the full experiment; None: ``seeds``
     reduced: tuple[str, ...] = ()
     of_paper: bool = True  # whether it stands for an experiment of the paper, to be measured against it
 
@@ -356,35 +370,37 @@ def make_plan(name: str, budget: Budget | None = None) -> Plan:
             recipe = replace(_recipe(outline, budget, line.model.name, data.source), **line.recipe)
             config = RunConfig(model=line.model, data=data, recipe=recipe, seed=seed)
             trials.append(Trial(config, line.label, line.table, line.recipe))
-    whole = outline.seeds if outline.whole is None else outline.whole
-    epochs = [(t.config.recipe.epochs, _fullepochs(outline, t.config)) for t in trials]
+    full_seeds = outline.seeds if outline.full_seeds is None else outline.full_seeds
+    epochs = [(t.config.recipe.epochs, _full_epochs(outline, t.config)) for t in trials]
     other = outline.of_paper and budget.recipe not in (None, "paper")
     reduced = [
         *outline.reduced,
         *([f"the recipe {budget.recipe!r} instead of the paper's"] * other),
         *(f"{count(ours, 'epoch')} instead of {full}" for ours, full in epochs if ours < full),
-        *([f"{count(seeds, 'run')} of each network instead of {whole}"] * (seeds < whole)),
+        *([f"{count(seeds, 'run')} of each network instead of {full_seeds}"] * (seeds < full_seeds)),
         *([f"{len(lines)} of {len(outline.lines)} lines"] * (len(lines) < len(outline.lines))),
     ]
     source = outline.data.source if outline.of_paper else None
     return Plan(name, outline.title, source, tuple(trials), tuple(dict.fromkeys(reduced)))
 
 
-def _fullepochs(outline: Outline, config: RunConfig) -> int:
-    """The paper's, or those of a plan that is not the paper's."""
+def _full_epochs(outline: Outline, config: RunConfig) -> int:
+    """Epochs of an unreduced run."""
     if outline.of_paper:
         return paper_recipe(config.model.name).epochs
     return _recipe(outline, Budget(), config.model.name, config.data.source).epochs
 
 
 def _recipe(outline: Outline, budget: Budget, model: str, source: str) -> Recipe:
-    """The plan's, or the one that the budget names; else that for the data: digits must not be flipped."""
-    name = budget.recipe or outline.recipe or ("fast" if source == "digits" else "paper")
+    """The budget's recipe without the plan's changes; else the plan's with them; else the default for the
+    data, with the plan's changes."""
+    name = budget.recipe or outline.recipe or default_recipe(_data_name(source))
     changes = {} if budget.recipe is not None else dict(outline.changes)
     if budget.epochs is not None:
         changes["epochs"] = budget.epochs
     return replace(RECIPES[name](model), **changes)
 
 
-def count(number: int, word: str) -> str:
-    return f"{number:,} {word}" + "s" * (number != 1)
+def _data_name(source: str) -> str:
+    """The name of a data set: of a file or a folder, and on the Hub, the last part of the path."""
+    return PurePosixPath(source.removeprefix("hf:")).stem.partition(":")[0]

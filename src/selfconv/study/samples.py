@@ -29,6 +29,10 @@ class Sample:
             raise ValueError("expected at least one value; got none")
         return cls(fmean(values), stdev(values) if len(values) > 1 else None, len(values))
 
+    def __str__(self) -> str:
+        """``91.24 ± 0.32``; a single run has no deviation."""
+        return f"{self.mean:.2f}" + ("" if self.deviation is None else f" ± {self.deviation:.2f}")
+
     @property
     def variance_of_mean(self) -> float | None:
         return None if self.deviation is None else self.deviation**2 / self.n

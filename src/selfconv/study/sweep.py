@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from selfconv._extras import require
 from selfconv._files import read_as, write_json
-from selfconv._text import format_duration, one_line
+from selfconv._text import count, format_duration, one_line
 from selfconv.data import DataInfo
-from selfconv.study.board import Board, finished, read_result, results_table
-from selfconv.study.plans import Failure, Plan, PlanFile, Trial
+from selfconv.study.board import Board, evaluated, read_result, results_table
+from selfconv.study.plans import FAILED, PLAN, Failure, Plan, PlanFile, Trial
 from selfconv.train import (
     Interrupted,
     Record,
@@ -41,7 +41,7 @@ from selfconv.train import (
 if TYPE_CHECKING:
     from selfconv.data import Dataset
 
-PLAN, FAILED, REPORT = "plan.json", "failed.json", "report"
+REPORT = "report"
 
 
 class PlanFailed(RunStopped):
@@ -115,8 +115,10 @@ def reproduce(plan: Plan, out: Path, engine: Engine, *, command: str, dry_run: b
     plan = plan.on(data.name, len(data.train), len(data.test))
     data = data if plan.data.subset is None else data.subset(plan.data.subset, plan.data.split_seed)
     check_plan(plan, out, data)
-    pending = [trial for trial in plan.trials if not finished(out / trial.folder)]
-    heading = f"{plan.title}: {_runs(len(plan.trials))}, {len(plan.trials) - len(pending)} of them done"
+    pending = [trial for trial in plan.trials if not evaluated(out / trial.folder)]
+    heading = (
+        f"{plan.title}: {count(len(plan.trials), 'run')}, {len(plan.trials) - len(pending)} of them done"
+    )
     lines = [heading, str(data), *lacking, *(f"  reduced: {line}" for line in plan.reduced)]
     console.print("\n".join(lines), markup=False, soft_wrap=True)
     if dry_run:
@@ -139,14 +141,18 @@ def reproduce(plan: Plan, out: Path, engine: Engine, *, command: str, dry_run: b
                     raise Interrupted("stopped", stop.number)
                 failures = board.failures
     except (Interrupted, KeyboardInterrupt) as stopped:
-        done = sum(finished(out / trial.folder) for trial in plan.trials)
+        done = sum(evaluated(out / trial.folder) for trial in plan.trials)
+        saved, number = "stopped at once; runs continue from their last checkpoints", int(SIGINT)
+        if isinstance(stopped, Interrupted):  # a second signal would have left no time to save
+            saved, number = "stopped and saved", stopped.code - 128
         raise Interrupted(
-            f"stopped and saved; {done} of {len(plan.trials)} runs are done; continue with: {command}",
-            stopped.code - 128 if isinstance(stopped, Interrupted) else SIGINT,
+            f"{saved}; {done} of {len(plan.trials)} runs are done; continue with: {command}", number
         ) from None
     console.print(results_table(plan, out))
     if pending:
-        console.print(f"{_runs(len(pending))} in {format_duration(time.monotonic() - began)}, in {out}")
+        console.print(
+            f"{count(len(pending), 'run')} in {format_duration(time.monotonic() - began)}, in {out}"
+        )
     report = _report(plan, out)
     if report:
         console.print(f"Report: {report[0]} and {report[1].name}", soft_wrap=True)
@@ -156,12 +162,8 @@ def reproduce(plan: Plan, out: Path, engine: Engine, *, command: str, dry_run: b
     return report
 
 
-def _runs(number: int) -> str:
-    return "1 run" if number == 1 else f"{number} runs"
-
-
 def _report(plan: Plan, out: Path) -> list[Path]:
-    if not any(finished(out / trial.folder) for trial in plan.trials):
+    if not any(evaluated(out / trial.folder) for trial in plan.trials):
         return []
     from selfconv.study.report import write_report
 
@@ -177,7 +179,13 @@ def load_or_random_data(config: RunConfig) -> tuple[Dataset, list[str]]:
     try:
         data = open_data(config, download=False)
     except MissingDataError as missing:
-        data = imitation(config.data.source, **config.data.for_loading())
+        options = config.data
+        data = imitation(
+            options.source,
+            image_size=options.image_size,
+            seed=options.split_seed,
+            validation=options.validation,
+        )
         return data, [f"  not downloaded yet: {missing.source}; the estimate uses random images"]
     return data, []
 
@@ -245,7 +253,7 @@ def run_trial_or_reason(
 
 def outcome_of_dead_worker(folder: Path, reason: str) -> str | None:
     """The outcome of a trial whose process died: None if it had finished, else the reason, stored."""
-    return None if finished(folder) else _write_failure(folder, reason)
+    return None if evaluated(folder) else _write_failure(folder, reason)
 
 
 def _write_failure(folder: Path, reason: str) -> str:

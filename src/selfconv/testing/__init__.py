@@ -13,9 +13,11 @@ deviation of the output. ``resampling_error`` measures the error of interpolatio
 ``audit`` do not interpolate.
 
 The rank of a tensor determines its kind: ``[N, C, |H|, h, w]`` are features on the group, ``[N, C, h, w]``
-are planar features (each channel transforms like an image), and tensors of lower rank are expected to be
-invariant. ``equivariance_error``, ``assert_equivariant`` and ``audit`` take other kinds by name, such as
-``outputs="vector"`` for a vector field: ``transform`` lists them.
+are planar features (each channel transforms like an image), tensors of rank 6 and 7 are attention weights,
+and tensors of lower rank are expected to be invariant. ``equivariance_error``, ``assert_equivariant`` and
+``audit`` take other kinds by name, such as ``outputs="vector"`` for a vector field, ``"pixels"`` for a map of
+labels and ``inputs="sequence"``: ``transform`` lists them. ``FeaturesOn`` names a group larger than the one
+to test.
 """
 
 from selfconv.testing.auditing import Audit, LayerReport, audit
@@ -31,11 +33,12 @@ from selfconv.testing.errors import (
     shift_error,
     through_mask,
 )
-from selfconv.testing.kinds import Kind, transform
+from selfconv.testing.kinds import FeaturesOn, Kind, transform
 from selfconv.testing.layer_runs import run_observed
 
 __all__ = [
     "Audit",
+    "FeaturesOn",
     "Kind",
     "LayerReport",
     "assert_equivariant",

@@ -12,9 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from selfconv.groups import Z2, Group, get_group
-from selfconv.testing.errors import resampling_error
+from selfconv.ops import is_whole
+from selfconv.testing.actions import Actions
+from selfconv.testing.errors import (
+    as_tensor,
+    check_transforming,
+    default_tolerance,
+    judgeable,
+    largest,
+    resampling_error,
+)
 from selfconv.testing.judging import as_function, judged, output_error, turned
-from selfconv.testing.kinds import Kind, check_kinds
+from selfconv.testing.kinds import FeaturesOn, Kind, check_kinds, default_kind, fits, is_sequence
 from selfconv.testing.layer_runs import Images, look_away, record, run_observed
 from selfconv.testing.waves import Waves
 from selfconv.testing.windows import sampling
@@ -45,6 +54,8 @@ class Audit:
     sizes: list[int] = field(default_factory=list)  # near ``size``, where no layer would break by sampling
     between: float | None = None  # the output's ``deviation_error`` under elements between the pixels
     resampling: float = 0.0  # what interpolation alone does to it, if it is a map
+    rounded: dict[str, torch.dtype] = field(default_factory=dict)  # where values have less than float64
+    sequences: bool = False  # of length ``size``; or else maps
 
     @property
     def passed(self) -> bool:
@@ -66,14 +77,20 @@ class Audit:
         what = "shifts" if len(self.group) == 1 else f"{self.group.name} and shifts"
         if self.between is not None:
             what = f"the exact elements of {what}"
+        where = f"at length {self.size}" if self.sequences else f"at {self.size}x{self.size}"
         if not self.passed:
-            advice = f"; sizes that would work: {', '.join(map(str, self.sizes))}" if self.sizes else ""
-            where = f"{self.size}x{self.size}: {self.culprit}"
-            return f"not equivariant to {what} at {where}: {self.reason}{advice}"
-        verdict = f"equivariant to {what} at {self.size}x{self.size}: output error {self.error:.1e}"
-        if self.error > self.tolerance:
-            worst = max((layer.error for layer in self.layers), default=0.0)
-            verdict += f", rounding that grows from layer to layer: each by itself is within {worst:.1e}"
+            advice = f"; sizes that would work: {_listed(self.sizes)}" if self.sizes else ""
+            return f"not equivariant to {what} {where}: {self.culprit}: {self.reason}{advice}"
+        verdict = f"equivariant to {what} {where}: output error {self.error:.1e}"
+        if self.error > max([self.tolerance, *map(default_tolerance, self.rounded.values())]):
+            worst = max((max(layer.input_error, layer.error) for layer in self.layers), default=0.0)
+            grows = "" if self.rounded else "rounding that grows from layer to layer: "
+            verdict += f", {grows}each by itself is within {worst:.1e}"
+        for dtype in dict.fromkeys(self.rounded.values()):
+            places = [place for place, d in self.rounded.items() if d == dtype]
+            more = f" and {len(places) - 3} more" if len(places) > 3 else ""
+            name, tolerance = str(dtype).removeprefix("torch."), default_tolerance(dtype)
+            verdict += f"; passed with tolerance {tolerance:g}: {name} in {_listed(places[:3])}{more}"
         if self.between is not None:
             verdict += f"; between the pixels, on smooth images, {self.between:.1%} of its deviation"
             verdict += f" (interpolation alone {self.resampling:.1%})" if self.resampling else ""
@@ -91,6 +108,10 @@ class Audit:
             shape = "x".join(map(str, r.shape[1:]))
             table.add_row(r.name, r.kind, shape, f"{r.error:.1e}", _shown(r.shift), style=style)
         return table
+
+
+def _listed(words: Sequence[object]) -> str:
+    return ", ".join(map(str, words))
 
 
 def _shown(error: float | None) -> str:
@@ -125,21 +146,29 @@ def audit(
 
     Args:
         model: takes images ``[N, in_channels, input_size, input_size]``, or what ``inputs`` says. A copy is
-            tested, in eval mode. Its output is a tensor, or a container of tensors.
+            tested, in eval mode. Its output is a tensor, or a container of tensors. Numbers in it are
+            expected to be invariant; None and other objects are ignored. Integers and booleans are compared
+            exactly: their error is the share of values that differ.
+        input_size: the side of the images, or the length of sequences.
         group: by default the model's attribute ``group``, or else that of its layers: the smallest, to which
             ``RestrictGroup`` may have restricted the features. z2, if no layer has one, tests shifts only.
         in_channels: by default the attribute ``in_channels`` of the model, or else of the first of its layers
             that has one; of several inputs, one number for each.
-        inputs: what the input is, or each of several: ``"planar"``, ``"group"``, ``"vector"`` or
-            ``"invariant"`` (see ``transform``).
-        outputs: what each output is, in the same words; by default the rank decides.
-        tolerance: the largest error of one layer that counts as rounding. Where a network computes in a lower
-            precision than float64, the tolerance is that of ``assert_equivariant`` for its dtype.
+        inputs: what the input is, or each of several: ``"planar"``, ``"pixels"``, ``"group"``, ``"vector"``,
+            ``"invariant"``, ``"sequence"``, ``"group sequence"``, or ``FeaturesOn(larger)`` (see
+            ``transform``).
+        outputs: what each output is, in the same words, or ``"attention"``; by default the rank decides.
+        tolerance: the largest error of one layer that counts as rounding. Where values that depend on the
+            input are computed in a lower precision than float64, the tolerance is that of
+            ``assert_equivariant`` for their dtype, and the summary names the dtype and the layers.
     """
-    if input_size < 1:
-        raise ValueError(f"input_size: expected a positive number of pixels; got {input_size}")
+    if not is_whole(input_size) or input_size < 1:
+        raise ValueError(f"input_size: expected a positive number of pixels; got {input_size!r}")
     group = default_group(model) if group is None else get_group(group)
     of_input = check_kinds("inputs", inputs, len(inputs) if isinstance(inputs, list | tuple) else 1)
+    sequences = any(map(is_sequence, of_input))
+    if sequences and not all(is_sequence(kind) or kind == "invariant" for kind in of_input):
+        raise ValueError(f"inputs: expected maps or sequences, not both; got {inputs!r}")
     given = default_channels(model) if in_channels is None else in_channels
     channels = [given] * len(of_input) if isinstance(given, int) else list(given)
     if len(channels) != len(of_input):
@@ -154,21 +183,32 @@ def audit(
         return tuple(pair[:2] for pair in pairs), tuple(pair[2:] for pair in pairs)
 
     x, _ = images(input_size)
+    check_transforming(of_input, x, group)
+    turned(x, 0, group, of_input)  # the group has to act on them
+    axes = 1 if sequences else 2
     try:
-        judge, y, kinds = judged(model, images(input_size), group, tolerance, of_input, outputs)
-    except RuntimeError as refusal:  # of torch: a quantised or scripted model, for example
+        recorded = record(model, x)
+    except Exception as refusal:  # of the model, or of torch: a quantised or scripted model, for example
+        sizes = symmetric_sizes(model, images, input_size, axes)
+        given_as = [f"{list(t.shape)} ({kind!r})" for t, kind in zip(x, of_input, strict=True)]
         raise ValueError(
-            "the model cannot be audited, in float64, on images of shape "
-            f"{', '.join(str(list(t.shape)) for t in x)}: {str(refusal).partition(chr(10))[0]}"
+            f"the model cannot be audited, in float64, on inputs of shape {_listed(given_as)}: "
+            + (str(refusal).partition("\n")[0] or type(refusal).__name__)
+            + (f"; sizes that it takes: {_listed(sizes)}" if sizes else "")
         ) from refusal
-    error = max(
-        output_error(run_observed(model, turned(x, s, group, of_input), look_away), y, s, group, kinds)
+    options = group, tolerance, of_input, outputs
+    judge, y, kinds = judged(model, images(input_size), *options, recorded=recorded)
+    error = largest(
+        output_error(
+            run_observed(model, turned(x, s, group, of_input), look_away), y, s, judge.actions, kinds
+        )
         for s in group
         if group.exact[s]
     )
+    judge.conclude_output(model, x, y, error, kinds)
     between, resampling = None, 0.0
     if group.band_limited and of_input == ["planar"]:
-        between, resampling = between_error(model, channels[0], input_size, group, device, kinds)
+        between, resampling = between_error(model, channels[0], input_size, judge.actions, device, kinds)
     layers = [
         LayerReport(
             call.name,
@@ -182,11 +222,21 @@ def audit(
     ]
     sizes = []
     if judge.faults and set(judge.faults.values()) <= judge.sampling:
-        near = symmetric_sizes(model, images, input_size)
-        sizes = [
-            n for n in near if not judged(model, images(n), group, tolerance, of_input, outputs)[0].faults
-        ]
-    return Audit(group, input_size, tolerance, layers, error, judge.faults, sizes, between, resampling)
+        near = symmetric_sizes(model, images, input_size, axes)
+        sizes = [n for n in near if not judged(model, images(n), *options)[0].faults]
+    return Audit(
+        group,
+        input_size,
+        tolerance,
+        layers,
+        error,
+        judge.faults,
+        sizes,
+        between,
+        resampling,
+        judge.raised(),
+        sequences,
+    )
 
 
 def default_group(model: nn.Module) -> Group:
@@ -210,46 +260,77 @@ def default_channels(model: nn.Module) -> int:
 
 
 def input_shape(kind: Kind | None, channels: int, size: int, group: Group) -> tuple[int, ...]:
-    if kind == "invariant":
-        return (channels,)
-    axis = (len(group),) if kind == "group" and len(group) > 1 else ()
-    return (channels, *axis, size, size)
+    if isinstance(kind, FeaturesOn):
+        return input_shape(kind.kind, channels, size, get_group(kind.group))
+    axis = () if len(group) == 1 else (len(group),)
+    shapes: dict[Kind | None, tuple[int, ...]] = {
+        "invariant": (channels,),
+        "pixels": (size, size),
+        "group": (channels, *axis, size, size),
+        "sequence": (channels, size),
+        "group sequence": (channels, *axis, size),
+    }
+    if kind in ("attention", "attention sequence"):
+        raise ValueError(f"inputs: expected features, of which audit knows the shape; got {kind!r}")
+    return shapes.get(kind, (channels, size, size))
 
 
 def between_error(
     model: nn.Module,
     channels: int,
     size: int,
-    group: Group,
+    actions: Actions,
     device: torch.device | None,
     kinds: list[Kind | None],
-) -> tuple[float, float]:
+) -> tuple[float | None, float]:
     """The largest error of the output under elements between the pixels, and that of interpolating it."""
-    waves = Waves((8, channels))
+    waves, group = Waves((8, channels)), actions.group
     outputs = {
-        s: run_observed(model, waves.turned(size, size, s, group, masked=True).to(device), look_away)
+        s: judgeable(
+            run_observed(model, waves.turned(size, size, s, group, masked=True).to(device), look_away)
+        )
         for s in group
         if s == 0 or not group.exact[s]
     }
-    errors = [output_error(output, outputs[0], s, group, kinds) for s, output in outputs.items() if s]
-    maps = [y for y in outputs[0] if isinstance(y, Tensor) and y.dim() in (4, 5)]
-    return max(errors), max((max(resampling_error(y, group)) for y in maps), default=0.0)
+    # the windows of attention weights cannot be interpolated
+    judged_as = [kind or default_kind(as_tensor(y), group) for y, kind in zip(outputs[0], kinds, strict=True)]
+    places = [i for i, kind in enumerate(judged_as) if getattr(kind, "kind", kind) != "attention"]
+    if not places:
+        return None, 0.0
+
+    def chosen(items: list[Any]) -> list[Any]:
+        return [items[i] for i in places]
+
+    errors = [
+        output_error(chosen(output), chosen(outputs[0]), s, actions, chosen(kinds))
+        for s, output in outputs.items()
+        if s
+    ]
+    maps = [
+        (y, kind)
+        for y, kind in zip(chosen(outputs[0]), chosen(judged_as), strict=True)
+        if isinstance(y, Tensor) and kind in ("planar", "pixels", "group", "vector") and y.is_floating_point()
+        if y.dim() > 2 and fits(y, group, kind)
+    ]
+    return max(errors), max((max(resampling_error(y, group, kind)) for y, kind in maps), default=0.0)
 
 
-def symmetric_sizes(model: nn.Module, images: Callable[[int], tuple[Images, Images]], size: int) -> list[int]:
+def symmetric_sizes(
+    model: nn.Module, images: Callable[[int], tuple[Images, Images]], size: int, axes: int
+) -> list[int]:
     """Input sizes near ``size`` on which every layer samples symmetrically, nearest first."""
 
     def symmetric(n: int) -> bool:
         try:
             calls, _ = record(model, images(n)[0])
-        except (RuntimeError, ValueError):  # too small for the network
+        except Exception:  # too small for the network, for example
             return False
         rules = [(sampling(call.module), as_function(call)[0]) for call in calls.values()]
         return all(
             (side + 2 * rule[2] - rule[0]) % rule[1] == 0
             for rule, x in rules
             if rule and x is not None
-            for side in x.shape[-2:]
+            for side in x.shape[-axes:]
         )
 
     near = sorted(range(max(1, size - 8), size + 9), key=lambda n: abs(n - size))

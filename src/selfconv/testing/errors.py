@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten
 
 from selfconv._resample import round_mask
 from selfconv.groups import Group, get_group
-from selfconv.testing.kinds import Kind, as_tuple, check_kinds, transform
+from selfconv.testing.kinds import Kind, as_tuple, check_kinds, default_kind, is_sequence, transform
 from selfconv.testing.waves import Waves
 from selfconv.testing.windows import largest_dilation
 
@@ -31,28 +31,70 @@ def equivariance_error(
     """The error under each element of the group, in the order of its elements (the first is the identity).
 
     For elements that do not map the grid to itself, x has a round mask and the error is ``deviation_error``.
+    The error of integers and booleans, such as labels, is the share of values that differ.
 
     Args:
         module: a function of x, or of each tensor of x, that returns a tensor or a container of tensors, of
-            which the largest error counts.
+            which the largest error counts. Numbers in the container are expected to be invariant; None and
+            other objects are ignored.
         inputs, outputs: what each tensor is (see ``transform``); one word stands for all. By default the rank
-            decides.
+            decides; outputs for sequences of rank 3 and 4 are sequences too. An input has to transform.
     """
     group = get_group(group)
     given = as_tuple(x)
     of_input = check_kinds("inputs", inputs, len(given))
-    masked = tuple(map(through_mask, given)) if group.band_limited else given
+    check_transforming(of_input, given, group)
+    masked = tuple(map(through_mask, given, of_input)) if group.band_limited else given
     seen = {True: given, False: masked}  # by whether an element is exact
-    y = {exact: tree_flatten(module(*seen[exact]))[0] for exact in {*group.exact}}
-    of_output = check_kinds("outputs", outputs, len(y[True]))
+    y = {exact: judgeable(tree_flatten(module(*seen[exact]))[0]) for exact in {*group.exact}}
+    sequences = any(map(is_sequence, of_input))
+    of_output = [
+        kind or default_kind(as_tensor(t), group, sequences=sequences)
+        for t, kind in zip(y[True], output_kinds(outputs, y[True]), strict=True)
+    ]
 
     def error(s: int, exact: bool) -> float:
         turned = [transform(t, s, group, kind) for t, kind in zip(seen[exact], of_input, strict=True)]
-        found = tree_flatten(module(*turned))[0]
-        expected = [transform(t, s, group, kind) for t, kind in zip(y[exact], of_output, strict=True)]
-        return largest(element_error(a, b, s, group) for a, b in zip(found, expected, strict=True))
+        found = judgeable(tree_flatten(module(*turned))[0])
+        if len(found) != len(of_output):
+            return math.inf
+        return largest(
+            element_error(as_tensor(a), transform(as_tensor(b), s, group, kind), s, group, kind)
+            for a, b, kind in zip(found, y[exact], of_output, strict=True)
+        )
 
     return [error(s, exact) for s, exact in enumerate(group.exact)]
+
+
+def check_transforming(kinds: Sequence[Kind | None], inputs: Sequence[Tensor], group: Group) -> None:
+    """Where every input is invariant, any module passes."""
+    found = [kind or default_kind(x, group) for kind, x in zip(kinds, inputs, strict=True)]
+    if all(kind == "invariant" for kind in found):
+        shapes = ", ".join(str(list(x.shape)) for x in inputs)
+        raise ValueError(
+            "inputs: expected a kind that transforms, such as 'sequence', 'pixels' or 'group'; "
+            f"got 'invariant' for shape {shapes}"
+        )
+
+
+def judgeable(leaves: Sequence[Any]) -> list[Any]:
+    """The tensors and numbers that a model returns, without None and other objects."""
+    found = [leaf for leaf in leaves if isinstance(leaf, Tensor | bool | int | float | complex)]
+    if not any(isinstance(leaf, Tensor) for leaf in found):
+        kinds = ", ".join(type(leaf).__name__ for leaf in leaves)
+        raise ValueError(f"expected a model that returns a tensor to compare; got {kinds or 'nothing'}")
+    return found
+
+
+def as_tensor(leaf: Any) -> Tensor:
+    """What ``judgeable`` returns, as a tensor."""
+    return torch.tensor(leaf, dtype=torch.float64) if isinstance(leaf, float) else torch.as_tensor(leaf)
+
+
+def output_kinds(outputs: Kind | Sequence[Kind] | None, leaves: Sequence[Any]) -> list[Kind | None]:
+    """The kinds that the caller named for tensors; numbers are invariant."""
+    named = iter(check_kinds("outputs", outputs, sum(isinstance(leaf, Tensor) for leaf in leaves)))
+    return [next(named) if isinstance(leaf, Tensor) else "invariant" for leaf in leaves]
 
 
 def largest(errors: Iterable[float]) -> float:
@@ -61,16 +103,17 @@ def largest(errors: Iterable[float]) -> float:
 
 
 @torch.no_grad()
-def resampling_error(x: Tensor, group: str | Group) -> list[float]:
+def resampling_error(x: Tensor, group: str | Group, kind: Kind | None = None) -> list[float]:
     """The interpolation error of x for each element: x transformed and transformed back, compared with x.
 
     0 for exact elements. Where it is not small compared with ``equivariance_error``, x is not smooth enough
     to measure equivariance: it has noise, or edges as sharp as a pixel.
     """
     group = get_group(group)
-    seen = through_mask(x)
-    there_and_back = [transform(transform(seen, s, group), group.inverse[s], group) for s in group]
-    return [deviation_error(back, seen) for back in there_and_back]
+    seen = through_mask(x, kind)
+    there = [transform(seen, s, group, kind) for s in group]
+    back = [transform(turned, group.inverse[s], group, kind) for s, turned in enumerate(there)]
+    return [deviation_error(t, seen) for t in back]
 
 
 @torch.no_grad()
@@ -110,7 +153,13 @@ def centre_error(
 
 @torch.no_grad()
 def shift_error(
-    module: Function, x: Tensor, shift: int = 1, stride: int = 1, frame: int | None = None
+    module: Function,
+    x: Tensor,
+    shift: int = 1,
+    stride: int = 1,
+    frame: int | None = None,
+    *,
+    axes: int = 2,
 ) -> float | None:
     """The error when x is shifted by ``shift`` cells down and right, for outputs independent of the border.
 
@@ -125,21 +174,25 @@ def shift_error(
         frame: how many rows and columns at the border are changed. A window that reaches over the border must
             meet them, so it has to be as large as the largest dilation, on maps that were downsampled times
             the stride. By default that of the module's layers.
+        axes: how many axes, the last, are places: 2 of maps, 1 of sequences, which shift to the right.
     """
     if shift % stride or shift < 1:
         raise ValueError(f"shift: expected a positive multiple of stride={stride}; got {shift}")
     if frame is None:
         frame = stride * largest_dilation(module)
     y = module(x)
+    places, moves = tuple(range(-axes, 0)), (shift,) * axes
     border = torch.ones_like(x[0, 0], dtype=torch.bool)
-    border[..., frame : x.shape[-2] - frame - shift, frame : x.shape[-1] - frame - shift] = False
-    interior = torch.ones(y.shape[-2:], dtype=torch.bool, device=y.device)
+    inner: list[Any] = [slice(frame, n - frame - shift) for n in x.shape[-axes:]]
+    border[(..., *inner)] = False
+    interior = torch.ones(y.shape[-axes:], dtype=torch.bool, device=y.device)
     for disturbed in (torch.where(border, x + 1, x), x.masked_fill(border, math.nan)):
-        interior &= (module(disturbed) == y).flatten(0, -3).all(0)  # [h, w]
+        interior &= (module(disturbed) == y).flatten(0, -axes - 1).all(0)  # [h, w] or [L]
         if not interior.any():  # before NaN comes near the statistics of a batch norm in training
             return None
-    moved, expected = module(x.roll((shift, shift), (-2, -1))), y.roll((shift // stride,) * 2, (-2, -1))
-    interior = interior.roll((shift // stride,) * 2, (0, 1))
+    fewer = (shift // stride,) * axes
+    moved, expected = module(x.roll(moves, places)), y.roll(fewer, places)
+    interior = interior.roll(fewer, places)
     return relative_error(moved[..., interior], expected[..., interior])
 
 
@@ -179,38 +232,49 @@ def default_tolerance(dtype: torch.dtype) -> float:
     return {torch.float64: 1e-10, torch.float16: 1e-2, torch.bfloat16: 1e-1}.get(dtype, 1e-5)
 
 
-def element_error(a: Tensor, b: Tensor, s: int, group: Group) -> float:
+def element_error(a: Tensor, b: Tensor, s: int, group: Group, kind: Kind | None = None) -> float:
     """The error of a, the output for the transformed input, relative to b, the transformed output."""
-    return (relative_error if group.exact[s] else deviation_error)(a, b)
+    if group.exact[s] or a.shape != b.shape:
+        return relative_error(a, b)
+    return deviation_error(*(t.unsqueeze(1) if kind == "pixels" else t for t in (a, b)))
 
 
 def relative_error(a: Tensor, b: Tensor) -> float:
-    """max |a − b| / max |b|."""
+    """max |a − b| / max |b|; of integers and booleans, the share of values that differ."""
     if a.shape != b.shape:
         return math.inf
     if not b.numel():
         return 0.0
+    if _discrete(b):
+        return (a != b).double().mean().item()
     difference = torch.where(a == b, 0, (a - b).abs()).amax().item()  # equal infinities are no difference
     size = torch.where(b.isfinite(), b.abs(), 0).amax().item()
     return difference / size if size else difference
 
 
 def deviation_error(a: Tensor, b: Tensor) -> float:
-    """RMS of a − b divided by the standard deviation of b per channel; for maps, inside the round mask."""
+    """RMS of a − b divided by the standard deviation of b per channel; for maps, inside the round mask.
+
+    Of integers and booleans, the share of values that differ.
+    """
     if a.shape != b.shape:
         return math.inf
     if b.dim() >= 4:
         inside = round_mask(*b.shape[-2:]).to(b.device) > 0
         a, b = a[..., inside], b[..., inside]
-    if not b.numel():
-        return 0.0
+    if not b.numel() or _discrete(b):
+        return relative_error(a, b)
     others = [axis for axis in range(b.dim()) if axis != 1]
     alone = b.dim() < 2 or b.numel() == b.shape[1]  # one value in each channel has no deviation
     mean = b.mean() if alone else b.mean(others, keepdim=True)
-    spread, difference = ((t.square().mean().sqrt().item()) for t in (b - mean, a - b))
+    spread, difference = ((t.abs().square().mean().sqrt().item()) for t in (b - mean, a - b))
     return difference / spread if spread else difference
 
 
-def through_mask(x: Tensor) -> Tensor:
+def _discrete(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex())
+
+
+def through_mask(x: Tensor, kind: Kind | None = None) -> Tensor:
     """Sets features outside the inscribed disc of their map to zero; features without a map are unchanged."""
-    return x * round_mask(*x.shape[-2:]).to(x) if x.dim() >= 4 else x
+    return x * round_mask(*x.shape[-2:]).to(x) if x.dim() >= 4 or kind == "pixels" else x

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
@@ -14,15 +13,19 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from selfconv.groups import Group
+from selfconv.testing.actions import Actions
 from selfconv.testing.errors import (
     Function,
+    as_tensor,
+    default_tolerance,
     element_error,
-    equivariance_error,
+    judgeable,
     largest,
+    output_kinds,
     relative_error,
     shift_error,
 )
-from selfconv.testing.kinds import Actions, Kind, check_kinds, transform
+from selfconv.testing.kinds import Kind, default_kind, is_sequence, transform
 from selfconv.testing.layer_runs import (
     END,
     Images,
@@ -30,31 +33,52 @@ from selfconv.testing.layer_runs import (
     LayerCall,
     Observer,
     Stage,
-    explore,
     record,
     run_observed,
 )
+from selfconv.testing.rounding import EXACT, MARGIN, coarsest, explore, rounding_effect
 from selfconv.testing.windows import largest_dilation, sampling
 
 BETWEEN = "its input does not turn with the image: a function before it, outside any layer, breaks it"
 PLACES = "it treats places differently: its output does not move with its input"
 CONSTANT = "its output does not depend on the image, and does not turn with it"
 RANDOM = "it is given, or gives, something else each time the network runs"
+AFTER = "something after the last layer does not turn with its input"
+
+Dtypes = dict[tuple[Key, Stage], list[torch.dtype]]  # the precision of each value
 
 
 class _Judge:
     """Compares runs on transformed images with the first run, and puts exact features in their place."""
 
     def __init__(
-        self, actions: Actions, calls: dict[Key, LayerCall], tolerances: dict[tuple[Key, Stage], float]
+        self, actions: Actions, calls: dict[Key, LayerCall], tolerance: float, rounded: Dtypes
     ) -> None:
         self.actions, self.group = actions, actions.group
-        self.calls, self.tolerances = calls, tolerances
+        self.calls, self.tolerance, self.rounded = calls, tolerance, rounded
         self.errors: dict[tuple[Key, Stage], float] = dict.fromkeys(product(calls, ("input", "output")), 0.0)
         self.shifts: dict[Key, float | None] = {}
         self.faults: dict[str, str] = {}
         self.sampling: set[str] = set()  # reasons that would not hold on another size of map
+        self.lengths: set[int] = set()  # of sequences
         self._found: dict[str, Callable[[], str]] = {}  # who broke, and how to find out why, after all runs
+
+    def limit(self, key: Key, stage: Stage, place: int | None = None) -> float:
+        """The largest error that counts as rounding: of the value at a place, or of any there."""
+        dtypes = self.rounded.get((key, stage), [])
+        if place is not None:
+            dtypes = dtypes[place : place + 1]
+        dtype = coarsest(dtypes)
+        return self.tolerance if dtype == EXACT else max(self.tolerance, default_tolerance(dtype))
+
+    def raised(self) -> dict[str, torch.dtype]:
+        """Where the network computes less precisely than in float64, and in which dtype."""
+        found: dict[str, torch.dtype] = {}
+        for (key, stage), dtypes in self.rounded.items():
+            if self.limit(key, stage) > self.tolerance and (key in self.calls or (key, stage) == END):
+                name = self.calls[key].name if key in self.calls else key[0]
+                found[f"the input of {name}" if stage == "input" else name] = coarsest(dtypes)
+        return found
 
     def start(self, s: int) -> Observer:
         """To observe a run on the image that s transformed."""
@@ -73,14 +97,15 @@ class _Judge:
         if call is None or len(call.leaves[stage]) != len(leaves):
             return None  # the network goes another way with this image
         constant = call.constant.get(stage) or [False] * len(leaves)
-        exact = [self._exact(key, stage, *x) for x in zip(leaves, call.leaves[stage], constant, strict=True)]
+        triples = enumerate(zip(leaves, call.leaves[stage], constant, strict=True))
+        exact = [self._exact(key, stage, place, *x) for place, x in triples]
         if stage == "input":
             passed = [e.clone() if e is not leaf else leaf for leaf, e in zip(leaves, exact, strict=True)]
             self.inputs[key] = list(zip(leaves, exact, passed, strict=True))
             return passed
         return _returned(leaves, exact, self.inputs.pop(key, []))
 
-    def _exact(self, key: Key, stage: Stage, leaf: Any, original: Any, constant: bool) -> Any:
+    def _exact(self, key: Key, stage: Stage, place: int, leaf: Any, original: Any, constant: bool) -> Any:
         """Judges one tensor; returns what should be in its place, or itself where nobody can say."""
         if not (isinstance(leaf, Tensor) and isinstance(original, Tensor) and leaf.is_floating_point()):
             return leaf
@@ -89,7 +114,7 @@ class _Judge:
         error = min(found, key=lambda e: math.inf if math.isnan(e) else e)
         exact: Tensor = candidates[found.index(error)]
         breach = (self.calls[key].name, partial(self._reason, key, stage, self.s))
-        tolerance = self.tolerances[key, stage]
+        tolerance = self.limit(key, stage, place)
         if error <= tolerance:
             if not constant and bool(leaf.any()):
                 self.suspect = None
@@ -109,19 +134,60 @@ class _Judge:
         return exact
 
     def judge_output(self, output: list[Any], original: list[Any], kinds: list[Kind | None]) -> None:
-        if not output_error(output, original, self.s, self.group, kinds) <= self.tolerances[END]:
-            reason = RANDOM if self.s == 0 else "something after the last layer does not turn with its input"
-            self._found.setdefault(*(self.suspect or (END[0][0], lambda: reason)))
+        errors = output_errors(output, original, self.s, self.actions, kinds)
+        broken = [i for i, error in enumerate(errors) if not error <= self.limit(*END, i)]
+        if not broken:
+            return
+        reason = RANDOM if self.s == 0 else AFTER
+        y, kind = as_tensor(original[broken[0]]), kinds[broken[0]]
+        if self.s and kind is None:
+            default = default_kind(y, self.group, sequences=self.actions.sequences)
+            if default == "invariant":
+                reason += f" (shape {list(y.shape)}, taken for 'invariant'; outputs= names other kinds)"
+        self._found.setdefault(*(self.suspect or (END[0][0], lambda: reason)))
 
     def conclude(self) -> None:
         """After all runs: shifts, and every fault with its reason, in the order of the layers."""
         for key, call in self.calls.items():
-            shift = self.shifts[key] = _layer_shift_error(call)
-            if shift is not None and not shift <= self.tolerances[key, "output"]:
+            shift = self.shifts[key] = self._shift_error(call)
+            if shift is not None and not shift <= self.limit(key, "output"):
                 self._found.setdefault(call.name, lambda: PLACES)
         names = [call.name for call in self.calls.values()]
         for name in sorted(self._found, key=lambda name: names.index(name) if name in names else len(names)):
             self.faults[name] = self._found[name]()
+
+    def conclude_output(
+        self, model: nn.Module, x: Images, y: list[Any], error: float, kinds: list[Kind | None]
+    ) -> None:
+        """If each layer by itself passes: whether their errors explain that of the whole network."""
+        if self.faults or error <= self.limit(*END):
+            return
+        effect = rounding_effect(
+            model, x, self.calls, self.errors, lambda noisy: output_error(noisy, y, 0, self.actions, kinds)
+        )
+        if not error <= MARGIN * effect:
+            self.faults[END[0][0]] = (
+                f"its error is {error:.1e}, where the errors of the layers, each within its tolerance, "
+                f"explain {effect:.1e}"
+            )
+
+    def _shift_error(self, call: LayerCall) -> float | None:
+        x, function = as_function(call)
+        outputs, axes = call.leaves["output"], self.actions.axes
+        if x is None or len(outputs) != 1 or not isinstance(outputs[0], Tensor):
+            return None
+        y, rule = outputs[0], sampling(call.module)
+        stride, sides = rule[1] if rule else 1, x.shape[-axes:]
+        if min(x.dim(), y.dim()) < 2 + axes or not self._are_places(x):
+            return None
+        self.lengths.add(y.shape[-1])
+        if min(sides) < 2 * stride + 2 or x.shape[-1] < stride * y.shape[-1]:
+            return None
+        return shift_error(function, x, stride, stride, frame=largest_dilation(call.module), axes=axes)
+
+    def _are_places(self, x: Tensor) -> bool:
+        """Whether the last axes are a map or a row; or else channels may be last."""
+        return x.shape[-1] in self.lengths if self.actions.sequences else x.shape[-2] == x.shape[-1]
 
     def _reason(self, key: Key, stage: Stage, s: int) -> str:
         call = self.calls[key]
@@ -131,7 +197,7 @@ class _Judge:
             return RANDOM
         if stage == "input":
             return BETWEEN
-        off_centre = _off_centre(call, self.group, self.tolerances[key, stage])
+        off_centre = _off_centre(call, self.actions, self.limit(key, stage))
         if off_centre:
             self.sampling.add(off_centre)
             return off_centre
@@ -147,20 +213,20 @@ def judged(
     tolerance: float,
     inputs: list[Kind | None],
     outputs: Kind | Sequence[Kind] | None,
+    *,
+    recorded: tuple[dict[Key, LayerCall], list[Any]] | None = None,
 ) -> tuple[_Judge, list[Any], list[Kind | None]]:
     """All runs of the model on the first images (the second serve to compare), judged.
 
-    Also returns its output, and the kind of each of its tensors, as far as the caller named them.
+    Also returns its output, and the kind of each of its tensors and numbers, as far as the caller named them.
     """
     x, other = images
-    calls, y = record(model, x)
-    if not any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in y):
-        found = ", ".join(type(leaf).__name__ for leaf in y)
-        raise ValueError(f"the model returns no floating-point tensor to compare; got {found or 'nothing'}")
-    tolerances: dict[tuple[Key, Stage], float] = defaultdict(lambda: tolerance)
-    tolerances |= {at: max(tolerance, rounding) for at, rounding in explore(model, other, calls).items()}
-    kinds = check_kinds("outputs", outputs, len(y))
-    judge = _Judge(Actions.of(model, group, [*inputs, *kinds]), calls, tolerances)
+    calls, y = recorded or record(model, x)
+    y = judgeable(y)
+    kinds = output_kinds(outputs, y)
+    actions = Actions.of(model, group, [*inputs, *kinds])
+    judge = _Judge(actions, calls, tolerance, explore(model, other, calls, y))
+    judge.lengths = {t.shape[-1] for t, kind in zip(x, inputs, strict=True) if is_sequence(kind)}
     for s in (s for s in group if group.exact[s]):
         judge.judge_output(run_observed(model, turned(x, s, group, inputs), judge.start(s)), y, kinds)
     judge.conclude()
@@ -191,39 +257,21 @@ def _returned(leaves: list[Any], exact: list[Any], inputs: list[tuple[Any, Any, 
     return exact
 
 
-def output_error(
-    output: list[Any], original: list[Any], s: int, group: Group, kinds: list[Kind | None]
-) -> float:
-    """The largest error of the tensors that a model returns, of the kind that the element s has."""
+def output_errors(
+    output: list[Any], original: list[Any], s: int, actions: Actions, kinds: list[Kind | None]
+) -> list[float]:
+    """The errors of the tensors and numbers that a model returns, of the kind that the element s has."""
+    output = judgeable(output)
     if len(output) != len(original):
-        return math.inf
-    return largest(
-        element_error(a, _output_turned(b, s, group, kind), s, group)
-        for a, b, kind in zip(output, original, kinds, strict=True)
-        if isinstance(b, Tensor) and b.is_floating_point()
-    )
+        return [math.inf]
+    triples = zip(map(as_tensor, output), map(as_tensor, original), kinds, strict=True)
+    return [element_error(a, actions.output(b, s, kind), s, actions.group, kind) for a, b, kind in triples]
 
 
-def _output_turned(y: Tensor, s: int, group: Group, kind: Kind | None) -> Tensor:
-    """As ``transform``; of five axes that nobody named and without that of the group, two are a map."""
-    if len(group) == 1 and kind is None:
-        return y
-    if kind is None and y.dim() == 5 and y.shape[2] != len(group):
-        return group.act_planar(y, s)
-    return transform(y, s, group, kind)
-
-
-def _layer_shift_error(call: LayerCall) -> float | None:
-    x, function = as_function(call)
-    outputs = call.leaves["output"]
-    if x is None or len(outputs) != 1 or not isinstance(outputs[0], Tensor):
-        return None
-    y, rule = outputs[0], sampling(call.module)
-    stride = rule[1] if rule else 1
-    maps = min(x.dim(), y.dim()) >= 4 and x.shape[-2] == x.shape[-1]  # or else channels may be last
-    if not maps or min(x.shape[-2:]) < 2 * stride + 2 or x.shape[-1] < stride * y.shape[-1]:
-        return None
-    return shift_error(function, x, stride, stride, frame=largest_dilation(call.module))
+def output_error(
+    output: list[Any], original: list[Any], s: int, actions: Actions, kinds: list[Kind | None]
+) -> float:
+    return largest(output_errors(output, original, s, actions, kinds))
 
 
 def as_function(call: LayerCall) -> tuple[Tensor | None, Function]:
@@ -241,21 +289,34 @@ def as_function(call: LayerCall) -> tuple[Tensor | None, Function]:
     return (leaves[places[0]] if single else None), function
 
 
-def _off_centre(call: LayerCall, group: Group, tolerance: float) -> str | None:
+def _off_centre(call: LayerCall, actions: Actions, tolerance: float) -> str | None:
     """How a layer samples off centre, if that is all that keeps it from being equivariant."""
-    rule, (x, function) = sampling(call.module), as_function(call)
-    if rule is None or x is None or x.dim() < 4:
+    rule, (x, function), axes = sampling(call.module), as_function(call), actions.axes
+    if rule is None or x is None or x.dim() < 2 + axes:
         return None
     k, stride, padding = rule
-    left = [(n + 2 * padding - k) % stride for n in x.shape[-2:]]
-    if not any(left) or min(x.shape[-2:]) <= max(left):
+    sides = x.shape[-axes:]
+    left = [(n + 2 * padding - k) % stride for n in sides]
+    if not any(left) or min(sides) <= max(left):
         return None
-    h, w = x.shape[-2:]
-    errors = equivariance_error(function, x[..., : h - left[0], : w - left[1]], group)
-    if not max(error for error, exact in zip(errors, group.exact, strict=True) if exact) <= tolerance:
+    cut: list[Any] = [slice(n - more) for n, more in zip(sides, left, strict=True)]
+    if not _error(function, x[(..., *cut)], actions) <= tolerance:
         return None
-    parity = "even" if h % 2 == 0 else "odd"
+    parity = "even" if sides[0] % 2 == 0 else "odd"
+    where = f"map ({'x'.join(map(str, sides))})" if axes == 2 else f"sequence ({sides[0]})"
+    what = "row and column" if axes == 2 else "position"
     return (
-        f"stride {stride} on an {parity}-sized map ({h}x{w}): with window {k} and padding {padding}, "
-        f"{left[0]} row and column too many on one side, so that it samples off centre"
+        f"stride {stride} on an {parity}-sized {where}: with window {k} and padding {padding}, "
+        f"{left[0]} {what} too many on one side, so that it samples off centre"
     )
+
+
+def _error(function: Function, x: Tensor, actions: Actions) -> float:
+    """The largest error of a layer under the exact elements, for what its features may be."""
+    y = function(x)
+
+    def error(s: int) -> float:
+        found = function(actions.candidates(x, s)[0])
+        return min(relative_error(found, candidate) for candidate in actions.candidates(y, s))
+
+    return largest(error(s) for s in actions.group if actions.group.exact[s])

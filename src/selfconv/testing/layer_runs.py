@@ -11,11 +11,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from selfconv.nn import SqueezeExcite
-from selfconv.testing.errors import default_tolerance
 from selfconv.testing.kinds import as_tuple
 
 Images = tuple[Tensor, ...]  # what a model takes
@@ -100,37 +98,3 @@ def record(model: nn.Module, x: Images) -> tuple[dict[Key, LayerCall], list[Any]
         calls[key] = LayerCall(name, module, spec, {"input": kept, "output": []})
 
     return calls, run_observed(model, x, observe)
-
-
-class _Precision(TorchDispatchMode):
-    """Watches for operations in less than float64: a network may insist on them, in a norm for example."""
-
-    tolerance = 0.0  # of the least precise operation since it was last set to 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_flatten(result)[0]:
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != torch.float64:
-                self.tolerance = max(self.tolerance, default_tolerance(leaf.dtype))
-        return result
-
-
-def explore(model: nn.Module, other: Images, calls: dict[Key, LayerCall]) -> dict[tuple[Key, Stage], float]:
-    """With another image: marks what does not depend on the image, such as weights; and returns how much is
-    rounding in what the network computes until each stage, if less precise than float64."""
-    tolerances: dict[tuple[Key, Stage], float] = {}
-    precision = _Precision()
-
-    def observe(key: Key, module: nn.Module, stage: Stage, leaves: list[Any], spec: TreeSpec) -> None:
-        tolerances[key, stage], precision.tolerance = precision.tolerance, 0.0
-        if key in calls:
-            pairs = zip(leaves, calls[key].leaves[stage], strict=False)
-            calls[key].constant[stage] = [isinstance(a, Tensor) and _same(a, b) for a, b in pairs]
-
-    with precision:
-        run_observed(model, other, observe)
-    return {**tolerances, END: precision.tolerance}
-
-
-def _same(a: Tensor, b: Any) -> bool:
-    return isinstance(b, Tensor) and a.shape == b.shape and torch.equal(a, b)

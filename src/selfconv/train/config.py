@@ -79,8 +79,14 @@ class DataOptions:
     parentheses match the group, or the name of a column."""
 
     def for_loading(self) -> dict[str, Any]:
-        """The arguments of ``load_data`` besides the source."""
-        return {"image_size": self.image_size, "seed": self.split_seed, "validation": self.validation}
+        """The arguments of ``load_data`` that describe the data, besides the source."""
+        return {
+            "image_size": self.image_size,
+            "seed": self.split_seed,
+            "validation": self.validation,
+            "pixel_range": self.pixel_range,
+            "group_by": self.group_by,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

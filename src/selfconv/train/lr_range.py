@@ -12,7 +12,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from selfconv._files import write_atomically
+from selfconv._files import write_atomically, write_figure
 from selfconv._text import HalfMinute
 from selfconv.train.config import RunConfig
 from selfconv.train.runs import open_data
@@ -106,8 +106,6 @@ def find_learning_rate(config: RunConfig, out: str | Path) -> LearningRateRange:
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "lr_range.csv", found.to_csv().encode())
     if find_spec("matplotlib") is not None:
-        picture = io.BytesIO()
         figure = found.figure(f"{config.model.name} on {Path(config.data.source).name}")
-        figure.savefig(picture, format="png", dpi=120)
-        write_atomically(folder / "lr_range.png", picture.getvalue())
+        write_figure(folder / "lr_range.png", figure, dpi=120)
     return found

@@ -168,8 +168,6 @@ def open_data(config: RunConfig, *, folder: Path | None = None, download: bool =
     data = load_data(
         options.source,
         **options.for_loading(),
-        pixel_range=options.pixel_range,
-        group_by=options.group_by,
         memory=None if config.hardware.memory is None else config.hardware.memory * 1e9,
         download=download,
     )

@@ -67,7 +67,13 @@ def diverged(what: str, epoch: int, step: int, checkpoints: Path) -> Diverged:
 
 
 def interruption(epoch: int, step: int, folder: Path, number: int) -> Interrupted:
-    """Args: the numbers of completed epochs and of completed steps in the current one."""
+    """The error of a run that a signal stopped.
+
+    Args:
+        epoch: number of completed epochs.
+        step: number of completed steps in the current epoch.
+        number: of the signal.
+    """
     return Interrupted(
         f"stopped and saved in epoch {epoch + 1}, after step {step}; "
         f"continue with: selfconv train --out {folder} --resume",
@@ -78,12 +84,19 @@ def interruption(epoch: int, step: int, folder: Path, number: int) -> Interrupte
 def out_of_memory(
     epoch: int, step: int, images_per_process: int, micro_batch_size: int, checkpoints: Path
 ) -> OutOfMemory:
-    """Args: the numbers of completed epochs and steps, of images of a process per step and at a time."""
+    """The error of a training step that ran out of memory.
+
+    Args:
+        epoch: number of completed epochs.
+        step: number of completed steps in the current epoch.
+        images_per_process: images that a process takes in a step.
+        micro_batch_size: of these, images at a time.
+    """
     return OutOfMemory(
         f"out of memory in epoch {epoch + 1}, step {step + 1}, with {micro_batch_size} images at a time; "
-        f"--accumulate {2 * images_per_process // micro_batch_size} takes half as many and learns the same "
-        "but for batch norm, and a lower --batch-size or --image-size needs less too; the checkpoints in "
-        f"{checkpoints} are kept"
+        f"--accumulate {2 * images_per_process // micro_batch_size} takes half as many and computes the "
+        "same gradient, except for batch norm statistics; a lower --batch-size or --image-size needs less "
+        f"too; the checkpoints in {checkpoints} are kept"
     )
 
 
@@ -91,8 +104,9 @@ class StopSignals:
     """Within the context, the first SIGINT or SIGTERM is stored in ``number``; a second one raises.
 
     Args:
-        insistent: whether a second signal raises KeyboardInterrupt. False in a process that receives one
-            Ctrl-C twice, from the terminal and from its parent.
+        insistent: whether a second signal raises KeyboardInterrupt. False in a worker of ``ProcessEngine``,
+            which receives two for one Ctrl-C: SIGINT from the terminal, and SIGTERM, which it sends to itself
+            when its parent closes its input.
     """
 
     def __init__(self, *, insistent: bool = True) -> None:

@@ -192,7 +192,8 @@ class Trainer:
                 self._save(run)
                 raise interruption(state.epoch, state.step, run.folder, number)
             due = time.monotonic() - saved > 60 * self.config.hardware.checkpoint_minutes
-            # processes may differ in due: all of them stop at the loss of the next step, which is NaN then
+            # ``due`` may differ between processes. If a weight is not finite, none raises here: the next loss
+            # is NaN in all of them, and all stop together.
             if due and state.step < steps and self._has_finite_weights():
                 self._save(run)
                 saved = time.monotonic()

@@ -7,6 +7,7 @@ from selfconv.trained.evaluation import (
     confusion_figure,
     evaluate,
     evaluate_model,
+    images_evaluated,
 )
 from selfconv.trained.exporting import Exported, export, own_range
 from selfconv.trained.metrics import CalibrationBin, ClassQuality, Quality
@@ -30,6 +31,7 @@ __all__ = [
     "evaluate",
     "evaluate_model",
     "export",
+    "images_evaluated",
     "logits",
     "open_trained",
     "own_range",

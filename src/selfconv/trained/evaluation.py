@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from selfconv._files import write_atomically, write_json
+from selfconv._files import write_atomically, write_figure, write_json
 from selfconv._text import escape_for_terminal
 from selfconv.data import DataInfo, Split
 from selfconv.groups import P4
@@ -27,6 +27,8 @@ from selfconv.trained.model import TrainedModel
 from selfconv.trained.outputs import logits
 from selfconv.trained.prediction_table import PredictionTable
 from selfconv.trained.rotation import (
+    ANGLES,
+    MOST_IMAGES,
     STEP,
     RotationCurve,
     rotation_curve,
@@ -59,7 +61,7 @@ class Evaluation:
     quality: Quality | None = None  # None: made by an older version
 
     def __post_init__(self) -> None:
-        """It may have been read from a file: what can be counted again is."""
+        """Checks that the counts in a file are consistent."""
         classes, counts = len(self.class_accuracy), self.confusion
         if not (1 <= classes == len(counts) and all(len(row) == classes for row in counts)):
             raise ValueError(f"confusion: expected {classes}×{classes} counts, as class_accuracy has classes")
@@ -132,6 +134,11 @@ def _percent(share: float | None) -> str:
 
 def _interval(ends: tuple[float, float]) -> str:
     return f"{ends[0]:.2%} to {ends[1]:.2%}"
+
+
+def images_evaluated(test_images: int) -> int:
+    """How many images an evaluation runs through the network: in every view, and some at every angle."""
+    return len(VIEWS) * test_images + len(ANGLES) * min(test_images, MOST_IMAGES)
 
 
 def evaluate_model(model: nn.Module, split: Split, info: DataInfo, watch: Watch | None = None) -> Evaluation:
@@ -227,10 +234,10 @@ def evaluate(
     write_atomically(folder / "predictions.csv", table.to_csv().encode())
     if not pictures or find_spec("matplotlib") is None:  # the numbers are in the file
         return evaluation
-    save_figure(confusion_figure(evaluation), folder / "confusion.png")
+    write_figure(folder / "confusion.png", confusion_figure(evaluation), dpi=120)
     curve = {trained.name: evaluation.rotation}
-    save_figure(rotation_figure(curve, evaluation.data), folder / "rotation.png")
-    save_figure(table.mistakes_figure(evaluation.data), folder / "mistakes.png")
+    write_figure(folder / "rotation.png", rotation_figure(curve, evaluation.data), dpi=120)
+    write_figure(folder / "mistakes.png", table.mistakes_figure(evaluation.data), dpi=120)
     return evaluation
 
 
@@ -267,11 +274,3 @@ def confusion_figure(evaluation: Evaluation) -> Figure:
                         fontsize=8,
                     )
     return figure
-
-
-def save_figure(figure: Figure, path: Path) -> None:
-    from io import BytesIO
-
-    buffer = BytesIO()
-    figure.savefig(buffer, format="png", dpi=120)
-    write_atomically(path, buffer.getvalue())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from selfconv._lazy import lazy
 from selfconv.visualize._choice import choose_pixel, selectivity
 from selfconv.visualize._equivariance import EquivarianceView, equivariance_view
-from selfconv.visualize._explanation import class_activation_maps, occlusion_maps
+from selfconv.visualize._explanation import border_colour, class_activation_maps, occlusion_maps
 from selfconv.visualize._inspection import (
     Inspection,
     LayerFilters,
@@ -35,6 +35,7 @@ __all__ = [
     "LayerFilters",
     "LayerInfo",
     "PixelView",
+    "border_colour",
     "choose_pixel",
     "class_activation_maps",
     "entropy_map",

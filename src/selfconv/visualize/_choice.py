@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selfconv.visualize._explanation import border
-from selfconv.visualize._inspection import Inspection, Pixel, PixelView
+from selfconv.visualize._explanation import border_colour
+from selfconv.visualize._inspection import Inspection, Pixel, PixelView, check_head
 
 
 def selectivity(inspection: Inspection, layer: str) -> Tensor:
@@ -55,7 +55,7 @@ def choose_view(inspection: Inspection, layer: str, pixel: Pixel | None, head: i
     """The view of a pixel and head; of those that are not given, the one with the highest selectivity."""
     if pixel is None:
         if head is not None:
-            inspection.look(layer, (0, 0), head)  # says what is wrong with the head
+            check_head(inspection.layer(layer), head)
         return inspection.look(layer, *choose_pixel(inspection, layer, head))
     if head is None:
         views = inspection.look_all(layer, pixel)
@@ -75,7 +75,7 @@ def _contrast(image: Tensor, size: tuple[int, int], k: int) -> Tensor:
 
 def _object(image: Tensor, size: tuple[int, int]) -> Tensor:
     """How far each pixel of a map is from the median colour of the border: 1 from half the largest on."""
-    distance = (image - border(image).median(1).values[:, None, None]).square().sum(0, keepdim=True).sqrt()
+    distance = (image - border_colour(image)[:, None, None]).square().sum(0, keepdim=True).sqrt()
     distance = F.adaptive_avg_pool2d(distance, size)[0]
     return (2 * distance / distance.max().clamp(min=1e-12)).clamp(max=1)
 

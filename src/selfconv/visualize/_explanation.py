@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from selfconv.nn import GlobalPool
-from selfconv.visualize._trace import as_batch, evaluating, trace
+from selfconv.visualize._trace import batch_for, evaluating, trace
 
 CELLS = 8  # rows and columns of an occlusion map
 PIXELS = 2**19  # of covered images in one call of the network
@@ -59,13 +59,13 @@ def occlusion_maps(model: nn.Module, image: Tensor, cells: int = CELLS) -> Tenso
     network needs that part for the class. Negative: the part speaks against it. The map turns with the image
     if its sides are multiples of ``cells``.
     """
-    batch = _like(model, image)
+    batch = batch_for(model, image)
     _, _, h, w = batch.shape
     cells = min(cells, h, w)
     if cells < 2:
         raise ValueError(f"expected an image and a grid of 2×2 cells or more; got {h}×{w} and {cells}")
     rows, columns = ([math.floor(n * side / cells + 0.5) for n in range(cells + 1)] for side in (h, w))
-    colour = border(batch[0]).median(1).values[:, None, None]
+    colour = border_colour(batch[0])[:, None, None]
     places = [(i, j) for i in range(cells - 1) for j in range(cells - 1)]
     covered = batch.repeat(len(places), 1, 1, 1)
     for n, (i, j) in enumerate(places):
@@ -88,12 +88,6 @@ def _head(model: nn.Module) -> tuple[GlobalPool, nn.Linear]:
     )
 
 
-def _like(model: nn.Module, image: Tensor) -> Tensor:
-    batch = as_batch(image)
-    like = next(model.parameters(), batch)
-    return batch.to(like.device, like.dtype)
-
-
 def _shares(features: Tensor, mode: str) -> Tensor:
     """The weights with which a pooling adds up features [K, R, h, w]; they sum to 1 for each channel."""
     if mode == "mean":
@@ -106,9 +100,10 @@ def _shares(features: Tensor, mode: str) -> Tensor:
     return best / best.sum((1, 2, 3), keepdim=True)  # where several are the largest, evenly
 
 
-def border(image: Tensor) -> Tensor:
-    """The outermost pixels, [C, n]."""
-    return torch.cat([image[:, [0, -1]].flatten(1), image[:, 1:-1, [0, -1]].flatten(1)], 1)
+def border_colour(image: Tensor) -> Tensor:
+    """The median colour ``[C]`` of the outermost pixels of an image ``[C, h, w]``."""
+    border = torch.cat([image[:, [0, -1]].flatten(1), image[:, 1:-1, [0, -1]].flatten(1)], 1)  # [C, n]
+    return border.median(1).values
 
 
 def _windows_to_cells(values: Tensor) -> Tensor:

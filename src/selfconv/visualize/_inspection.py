@@ -131,9 +131,7 @@ class Inspection:
     def look(self, layer: str, pixel: Pixel, head: int) -> PixelView:
         """How a head of a layer computes its output at a pixel of the layer's map."""
         info = self.layer(layer)
-        heads = info.layer.num_heads
-        if isinstance(head, bool) or not isinstance(head, int) or not 0 <= head < heads:
-            raise ValueError(f"head: expected 0 to {heads - 1} for {layer}; got {head!r}")
+        check_head(info, head)
         return self._view(info, _check_pixel(pixel, info.size, f"map of {layer}"), head)
 
     def look_all(self, layer: str, pixel: Pixel) -> list[PixelView]:
@@ -285,6 +283,12 @@ def relative_entropy(alpha: Tensor, dim: int) -> Tensor:
 
 
 # ---- cutting out ----
+
+
+def check_head(info: LayerInfo, head: int) -> None:
+    heads = info.layer.num_heads
+    if isinstance(head, bool) or not isinstance(head, int) or not 0 <= head < heads:
+        raise ValueError(f"head: expected 0 to {heads - 1} for {info.name}; got {head!r}")
 
 
 def _check_pixel(pixel: Pixel, size: tuple[int, int], of: str) -> Pixel:

@@ -40,9 +40,7 @@ def trace(model: nn.Module, image: Tensor) -> Trace:
     Raises:
         ValueError: its output is infinite or not a number.
     """
-    image = as_batch(image)
-    like = next(model.parameters(), image)
-    image = image.to(like.device, like.dtype)
+    image = batch_for(model, image)
     inputs: dict[str, Tensor] = {}
     maps: dict[str, Tensor] = {}
     features: Tensor | None = None
@@ -60,6 +58,13 @@ def trace(model: nn.Module, image: Tensor) -> Trace:
     if not output.isfinite().all():
         raise ValueError("expected outputs that are numbers; the model's are infinite or nan for this image")
     return Trace(image, output, inputs, maps, features)
+
+
+def batch_for(model: nn.Module, image: Tensor) -> Tensor:
+    """``as_batch`` on the device and in the dtype of the model."""
+    batch = as_batch(image)
+    like = next(model.parameters(), batch)
+    return batch.to(like.device, like.dtype)
 
 
 def as_batch(image: Tensor) -> Tensor:

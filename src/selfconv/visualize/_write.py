@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from selfconv._files import write_figure
 from selfconv.data import normalise, visible_channels
 from selfconv.testing import through_mask
 from selfconv.trained import Prediction, TrainedModel
@@ -139,9 +140,9 @@ def save(figure: Figure, stem: Path) -> list[Path]:
     png, svg = stem.with_suffix(".png"), stem.with_suffix(".svg")
     save_png(figure, png)
     with rc_context({"svg.hashsalt": "selfconv"}):
-        figure.savefig(svg, metadata={"Date": None})
+        write_figure(svg, figure, metadata={"Date": None})
     return [png, svg]
 
 
 def save_png(figure: Figure, path: Path) -> None:
-    figure.savefig(path, dpi=110, pil_kwargs={"optimize": True})
+    write_figure(path, figure, dpi=110, pil_kwargs={"optimize": True})

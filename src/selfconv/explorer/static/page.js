@@ -270,7 +270,8 @@ function filterTable(model, f) {
     }), node("td", {class: "number"}, number(f.output[p]))));
   const scale = node("tr", {}, node("td"), ...COLUMNS.map(([name], c) =>
     node("td", {}, (name === "α" ? "≤" : "±") + number(limits[c]))), node("td"));
-  return node("table", {class: "filters"}, node("thead", {}, head), node("tbody", {}, ...rows), node("tfoot", {}, scale));
+  const equation = node("caption", {}, "Σ V × α·ψ + Σ α·β = output");
+  return node("table", {class: "filters"}, equation, node("thead", {}, head), node("tbody", {}, ...rows), node("tfoot", {}, scale));
 }
 
 function headsTable(model, f) {
@@ -328,7 +329,8 @@ function drawCurve() {
     now: shown.angle, format: (y) => `${100 * y}%`,
     label: `probability of ${name} against the angle; at ${shown.angle}°: ${now.join(", ")}`}));
   $("curve-caption").textContent = `Probability of “${name}”, at the angles you have turned through (strong) and at `
-    + "others (faint). A network built for turns by 90° comes back to the same answer at each of them.";
+    + "others (faint). A network built for turns by 90° comes back to the same answer at each of them. Between them "
+    + "its answer may change: those angles are not built in, and training showed them only if it rotated its images.";
 }
 
 // ---- training ----

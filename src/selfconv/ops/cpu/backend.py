@@ -43,19 +43,18 @@ SHAPES = 64  # whose argument blocks a layer keeps, at most
 def run(call: Call) -> Tensor:
     dtype = call.compute_dtype
     features = [call.query, call.key, call.value] if call.packed is None else [call.packed]
-    table_k, table_v = signed_tables(call)
+    table_k, table_v = key_and_value_tables(call)
     out, _ = torch.ops.selfconv.numba_forward(
-        [f.to(dtype) for f in features], table_k, table_v, abs(call.scale), list(call.window.dilation),
+        [f.to(dtype) for f in features], table_k, table_v, call.scale, list(call.window.dilation),
         call.window.padding_mode,
     )  # fmt: skip
     return out.to(call.value.dtype)
 
 
-def signed_tables(call: Call) -> tuple[Tensor, Tensor]:
-    """The filter tables of keys and values; the kernels take the largest product for the largest score."""
+def key_and_value_tables(call: Call) -> tuple[Tensor, Tensor]:
+    """The filter tables of keys and values."""
     table_k = filter_table(call, call.psi_k, call.beta_k, call.key.shape[1])
-    table_v = filter_table(call, call.psi_v, call.beta_v, call.value.shape[1])
-    return (-table_k if call.scale < 0 else table_k), table_v
+    return table_k, filter_table(call, call.psi_v, call.beta_v, call.value.shape[1])
 
 
 def filter_table(call: Call, psi: Tensor | None, beta: Tensor | None, channels: int) -> Tensor:
@@ -86,7 +85,10 @@ def _split(features: Sequence[Tensor], table_k: Tensor, table_v: Tensor) -> tupl
 
 
 def _interior(f: Tensor, q: Tensor) -> Tensor:
-    """The part of f under q: keys and values that go on beyond the image have what its borders see."""
+    """f without its circular border, if it has one, as a view of the size of q.
+
+    The kernels read and write the border through negative offsets, as far as ``reach_i`` and ``reach_j``.
+    """
     (h, w), (rows, columns) = q.shape[-2:], f.shape[-2:]
     return f if (rows, columns) == (h, w) else f[..., (rows - h) // 2 :, (columns - w) // 2 :][..., :h, :w]
 
@@ -109,7 +111,7 @@ def numba_forward(
     refuse_tangents()
     q, k, v = _split(features, table_k, table_v)
     out, lse = _outputs(q, v, table_k, table_v)
-    window = _window(table_k, dilation, padding_mode)
+    window = _window(q, table_k, dilation, padding_mode)
     k, v = _neighbours(k, v, window)
     tiling = _tiling(q, table_k, table_v, window, walks=1)
     _run(kernels.forward_worker, tiling, (q, k, v, out, lse), (), table_k, table_v, scale)
@@ -152,7 +154,7 @@ def numba_backward(
     q, k, v = _split(features, table_k, table_v)
     d_features = _gradients(features)
     d_q, d_k, d_v = _split(d_features, table_k, table_v)
-    window = _window(table_k, dilation, padding_mode)
+    window = _window(q, table_k, dilation, padding_mode)
     k, v = _neighbours(k, v, window)
     repeated = k.shape[-2:] != q.shape[-2:]
     d_keys, d_values = d_k, d_v
@@ -229,13 +231,15 @@ class Tiling(NamedTuple):
     window: np.ndarray  # offsets in a tile of the window's cells, from its first corner
     images: np.ndarray  # which image and which head of its block a lane has
     heads: np.ndarray
-    shares: int  # in how many the gradients of the filters come
+    shares: int  # number of partial sums of the filter gradients
     scratch: tuple[int, int]  # threads, and numbers for each
 
 
-def _window(table: Tensor, dilation: Sequence[int], padding_mode: str) -> Window:
+def _window(q: Tensor, table: Tensor, dilation: Sequence[int], padding_mode: str) -> Window:
+    """The window of a filter table, as it is on the maps of q."""
     *_, rows, columns, _ = table.shape
-    return Window((rows, columns), (dilation[0], dilation[1]), cast(PaddingMode, padding_mode))
+    window = Window((rows, columns), (dilation[0], dilation[1]), cast(PaddingMode, padding_mode))
+    return window.on((q.shape[-2], q.shape[-1]))
 
 
 def _tiling(q: Tensor, table_k: Tensor, table_v: Tensor, window: Window, walks: int) -> Tiling:
@@ -251,7 +255,8 @@ def make_tiling(
     n: int, planes: int, h: int, w: int, heads: int, c_k: int, c_v: int, window: Window, order: int,
     itemsize: int, walks: int, threads: int,
 ) -> Tiling:  # fmt: skip
-    """
+    """Cuts a call into tasks and computes the memory layout.
+
     Tasks depend on shapes alone, and so do the bits of the result: threads only share them out.
 
     Args:
@@ -396,7 +401,7 @@ class PreparedForward:
         self, packed: Tensor, out: Tensor, lse: Tensor, table_k: Tensor, table_v: Tensor
     ) -> tuple[np.ndarray, Tiling, Any, list[int]]:
         q, k, v = _split([packed], table_k, table_v)
-        tiling = _tiling(q, table_k, table_v, _window(table_k, (1, 1), "zeros"), walks=1)
+        tiling = _tiling(q, table_k, table_v, _window(q, table_k, (1, 1), "zeros"), walks=1)
         scratch = packed.new_empty(0)
         block, lanes = argument_block(tiling, (q, k, v, out, lse), (), table_k, table_v, scratch, self.scales)
         dtype = "float32" if q.dtype == torch.float32 else "float64"

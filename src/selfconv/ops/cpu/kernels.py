@@ -81,7 +81,7 @@ Side = namedtuple("Side", "channels tiles table")
 
 @njit(**options)
 def of_plane(planes, side, p, sizes):
-    """The same, with the filters of plane p."""
+    """The side with its filter table advanced to plane p."""
     entries = sizes.taps * (len(planes) + 1) * side.channels
     return Side(side.channels, side.tiles, advance(side.table, p * entries * lanes_of(side.table)))
 
@@ -178,7 +178,7 @@ def attend(planes, window, unit, shift, taps_up, q, keys, values, row, sizes, ou
 def softmax_backward(
     planes, window, unit, scale, q, g, logs, keys, values, corner, x, sizes, outside, alpha, ds, dq, affines
 ):
-    """What the centres of one plane get of the gradient: α, ds and dquery.
+    """Computes α, ds and dquery at the centres of one plane.
 
     Args:
         affines: room for A^K.
@@ -188,9 +188,9 @@ def softmax_backward(
     products(planes, window, q, unit, x, keys, corner, sizes, alpha, affines)
     if sizes.exclude:
         exclude(alpha, outside, window, corner, taps)
-    products(planes, window, g, scale, x, values, corner, sizes, ds, None)  # dα, at first
+    products(planes, window, g, scale, x, values, corner, sizes, ds, None)  # scale · dα; becomes ds below
     exponentiate(alpha, load(logs, x), zeros(q), taps)  # scores of the same bits as logs were made from
-    mean = zeros(q)  # Σ_t α[t] dα[t]
+    mean = zeros(q)  # scale · Σ_t α[t] dα[t]
     weights = tiny(q)  # Σ_t α[t]: one, but for the rounding of logs; none where columns have no image
     for t in range(taps):
         weight = load(alpha, t * step)
@@ -230,13 +230,13 @@ def affine_map_backward(planes, pair, window, weights, a, x, side, corner, sizes
                 e2 = load(weights, (taps + t) * step) * second
                 accumulate(sums, other + entry + R * lanes, e2)
             for r in range(R):
-                here, psi = at + r * plane, entry + r * lanes
+                here, psi_at = at + r * plane, entry + r * lanes
                 feature = load(side.tiles, here)
-                accumulate_product(sums, psi, e, feature)
-                total = fma(e, repeat(side.table, psi), load(gradient, here))
+                accumulate_product(sums, psi_at, e, feature)
+                total = fma(e, repeat(side.table, psi_at), load(gradient, here))
                 if D == 2:
-                    accumulate_product(sums, other + psi, e2, feature)
-                    total = fma(e2, repeat(side.table, other + psi), total)
+                    accumulate_product(sums, other + psi_at, e2, feature)
+                    total = fma(e2, repeat(side.table, other + psi_at), total)
                 store(gradient, here, total)
 
 
@@ -269,13 +269,22 @@ def row_backward(
 _signature = types.void(types.CPointer(types.int64))
 
 
+def _of_length(length):
+    """A tuple for a kernel to close over, as ``planes`` or ``pair``.
+
+    Numba compiles its length as a constant, so that loops over it unroll. Its values are part of the key of
+    the cache on disk: a change of the sources invalidates kept code (``cpu/native.py``).
+    """
+    return (KERNEL_HASH,) * length
+
+
 @cache
 def forward_worker(name, order):
     """The forward pass as a native function of an argument block, for one dtype and R = order.
 
     The kernel is a closure, not a function that takes these as arguments: Numba would compile that twice.
     """
-    dtype, planes = np.dtype(name).type, (KERNEL_HASH,) * order
+    dtype, planes = np.dtype(name).type, _of_length(order)
 
     @native(_signature, f"forward-{name}-{order}")
     def worker(args):
@@ -341,9 +350,9 @@ def forward_worker(name, order):
 
 @cache
 def backward_worker(name, order):
-    """The backward pass, likewise."""
-    dtype, planes = np.dtype(name).type, (KERNEL_HASH,) * order
-    pair = (KERNEL_HASH,) * (1 if order % 2 else 2)
+    """The backward pass as a native function, for one dtype and R = order."""
+    dtype, planes = np.dtype(name).type, _of_length(order)
+    pair = _of_length(1 if order % 2 else 2)
 
     @native(_signature, f"backward-{name}-{order}")
     def worker(args):

@@ -126,7 +126,7 @@ def copy_row(inward, features, outside, present, width, c_step, inside):
     """One row, of all channels.
 
     Where the numbers of a lane lie side by side, squares of a register each way are transposed; where lanes
-    do, a few channels of each are dealt out to their tiles.
+    do, with one, two or four channels each, the channels are deinterleaved into their tiles.
 
     Args:
         present: lanes that have an image; the others become zero.
@@ -150,9 +150,10 @@ def copy_row(inward, features, outside, present, width, c_step, inside):
                     transpose_in(there, offsets, here, c_step)
                 else:
                     transpose_out(here, c_step, there, offsets)
-    elif present == lanes and features.c == 1 and can_deal(offsets, channels, lanes):
+    elif present == lanes and features.c == 1 and can_deinterleave(offsets, channels, lanes):
         for j in range(width):
-            deal(inward, advance(outside, j * features.j), channels, c_step, advance(inside, j * lanes))
+            there, here = advance(outside, j * features.j), advance(inside, j * lanes)
+            deinterleave(inward, there, channels, c_step, here)
     else:
         for c in range(channels):
             for j in range(width):
@@ -167,13 +168,14 @@ def copy_row(inward, features, outside, present, width, c_step, inside):
 
 
 @njit(**options)
-def can_deal(offsets, channels, lanes):
+def can_deinterleave(offsets, channels, lanes):
     side_by_side = offsets[lanes - 1] == (lanes - 1) * channels  # heads of one image
     return side_by_side and (channels == 1 or channels == 2 or channels == 4)
 
 
 @njit(**options)
-def deal(inward, outside, channels, c_step, inside):
+def deinterleave(inward, outside, channels, c_step, inside):
+    """Channels that alternate in the caller's memory to one tile each, or back."""
     if inward:
         if channels == 1:
             unzip(outside, inside, c_step, 1)

@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from selfconv._text import count
 from selfconv.study.claims import RULES, Verdict
 from selfconv.study.report import tables as _tables
 from selfconv.study.report.figures import Picture
 from selfconv.study.report.summary import ResultTable, Study
 
 WARNING = "Reduced: not the experiment at its full size. Judge the accuracies accordingly."
-MARKS = {Verdict.HOLDS: "✓", Verdict.FAILS: "✗", Verdict.FEW: "?"}
-CLASSES = {Verdict.HOLDS: "holds", Verdict.FAILS: "fails", Verdict.FEW: "few"}
+MARKS = {Verdict.HOLDS: "✓", Verdict.FAILS: "✗", Verdict.OPEN: "?", Verdict.FEW: "?"}
+CLASSES = {Verdict.HOLDS: "holds", Verdict.FAILS: "fails", Verdict.OPEN: "open", Verdict.FEW: "open"}
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,9 @@ def lead_of(parts: Sequence[ReportSection], problems: Sequence[tuple[str, str]])
         for row in table.rows
         if row.trials
     }
-    left = f" {_counted(len(problems), 'folder')} left out: see the end." if problems else ""
-    runs, of = _counted(len(trials), "finished run"), _counted(len(models), "model")
+    left = f" {count(len(problems), 'folder')} left out: see the end." if problems else ""
+    runs, of = count(len(trials), "finished run"), count(len(models), "model")
     return f"{runs} of {of}, read from their records.{left}"
-
-
-def _counted(n: int, word: str) -> str:
-    return f"{n} {word}{'s' * (n != 1)}"
 
 
 def claims_heading(table: ResultTable, study: Study) -> str:
@@ -68,7 +65,7 @@ def claims_heading(table: ResultTable, study: Study) -> str:
 def tally(table: ResultTable) -> str:
     verdicts = [judged.ours.verdict for judged in table.judged]
     counts = ", ".join(f"{n} × {verdict}" for verdict in Verdict if (n := verdicts.count(verdict)))
-    return f"{_counted(len(verdicts), 'claim')}: {counts}."
+    return f"{count(len(verdicts), 'claim')}: {counts}."
 
 
 # ---- HTML ----

@@ -13,12 +13,12 @@ from typing import Any
 from selfconv._files import read_as
 from selfconv.models import ModelFacts, model_facts
 from selfconv.study import paper
-from selfconv.study.plans import Failure, PlanFile
+from selfconv.study.plans import FAILED, PLAN, Failure, PlanFile
 from selfconv.train import Machine, Record, RunConfig, read_metrics
 from selfconv.trained import Evaluation, RotationCurve
 
-PLAN, FAILED = "plan.json", "failed.json"
-NO_MATTER = ("source", "device", "checkpoint_minutes")  # options that say where and how often, not what
+# options that have no effect on the result, but for rounding
+WITHOUT_EFFECT = ("source", "device", "checkpoint_minutes", "memory")
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ def _failure(folder: Path) -> str | None:
 
 
 def _bare(config: RunConfig, options: tuple[tuple[str, str], ...], data: str) -> Entry:
-    """Of a run that no plan knows: with those trained alike on the same data, depth 83 apart."""
+    """The entry of a run without a plan: its table groups runs with the same data and training options."""
     table = paper.table_of(data, config.model.name)
     title = paper.TABLES[table].title if table is not None else data
     recipe = ", ".join(f"{key} {value}" for key, value in options if key not in vars(config.model))
@@ -246,7 +246,7 @@ def _options(config: RunConfig, data: str) -> tuple[tuple[str, str], ...]:
     found = []
     for part in ("model", "data", "recipe", "hardware"):
         ours, theirs = vars(getattr(config, part)), vars(getattr(base, part))
-        found += [(k, _value(v)) for k, v in ours.items() if v != theirs[k] and k not in NO_MATTER]
+        found += [(k, _value(v)) for k, v in ours.items() if v != theirs[k] and k not in WITHOUT_EFFECT]
     return tuple(found)
 
 
@@ -269,6 +269,6 @@ def _machine(found: Machine) -> str:
 
 
 def _without_places(text: str, folder: Path) -> str:
-    """In a line, without places on a machine: of a path only the end is told."""
+    """A message in one line, which keeps only the last part of each path."""
     text = re.sub(r"(?<![\w.])/(?:[^\s/;,:]+/)+", "…/", text.replace(f"{folder}{os.sep}", ""))
     return " ".join(text.split())

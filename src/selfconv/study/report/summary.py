@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from selfconv._text import count
 from selfconv.models import MODELS, ModelFacts, ResNetConfig, at_depth, model_facts, paper_label
 from selfconv.study import paper
 from selfconv.study.claims import TITLES, Claim, Finding, Outcome
@@ -275,18 +276,14 @@ def _reduced(tables: Sequence[ResultTable]) -> list[str]:
         for trial in table.trials:
             ours, theirs = trial.config.recipe.epochs, paper_recipe(trial.model).epochs
             if ours < theirs:
-                lines.append(f"{ours} {_plural('epoch', ours)} instead of {theirs}")
+                lines.append(f"{count(ours, 'epoch')} instead of {theirs}")
             images = trial.images.get("train", paper.TRAINING_IMAGES)
             if images < paper.TRAINING_IMAGES:
                 lines.append(f"{images:,} training images instead of {paper.TRAINING_IMAGES:,}")
         fewest = min(len(row.trials) for row in table.rows if row.trials)
         if paper.TABLES[table.paper_table].rows and fewest < paper.RUNS:
-            lines.append(f"as few as {fewest} {_plural('run', fewest)} of a model instead of {paper.RUNS}")
+            lines.append(f"as few as {count(fewest, 'run')} of a model instead of {paper.RUNS}")
     return list(dict.fromkeys(lines))
-
-
-def _plural(word: str, count: int) -> str:
-    return word if count == 1 else f"{word}s"
 
 
 def _judge(table: ResultTable, everything: Sequence[ResultTable]) -> tuple[Judged, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from selfconv._text import format_duration
 from selfconv.study import paper
 from selfconv.study.claims import signed
 from selfconv.study.report.summary import ResultRow, ResultTable, advice
@@ -70,9 +71,7 @@ def _printed(row: ResultRow) -> str:
 
 
 def _mean(sample: Sample | None) -> str:
-    if sample is None:
-        return NONE
-    return f"{sample.mean:.2f}" + ("" if sample.deviation is None else f" ± {sample.deviation:.2f}")
+    return NONE if sample is None else str(sample)
 
 
 def _count(value: int | None) -> str:
@@ -99,7 +98,7 @@ def _speed(row: ResultRow) -> str:
 
 def notes(table: ResultTable) -> list[str]:
     """What stands under a table: how to read it."""
-    found = ["Accuracy is that of the test images after the last epoch: mean ± sample deviation over n runs."]
+    found = ["Accuracy of the final weights on the test images: mean ± sample deviation over n runs."]
     if compared(table):
         found.append(
             "The interval of the difference is Welch's, from both means, deviations and n; the paper's "
@@ -138,14 +137,10 @@ def origin(table: ResultTable) -> list[tuple[str, str]]:
     trials = table.trials
     counts = sorted({len(row.trials) for row in table.rows if row.trials})
     each = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    seconds = [trial.seconds for trial in trials if trial.seconds is not None]
+    seconds = sum(trial.seconds for trial in trials)
     commits = sorted({_commit(trial.commit) for trial in trials})
     return [
-        (
-            "Runs",
-            f"{len(trials)} in all, {each} of each model"
-            + (f"; {_time(sum(seconds))} of training" if seconds else ""),
-        ),
+        ("Runs", f"{len(trials)} in all, {each} of each model; {format_duration(seconds)} of training"),
         ("Machine", "; ".join(sorted({trial.machine for trial in trials}))),
         ("Versions", "; ".join(sorted({trial.versions for trial in trials}))),
         ("Commit", ", ".join(commits)),
@@ -156,10 +151,3 @@ def _commit(value: str | None) -> str:
     if value is None:
         return "not recorded"
     return value[:10] + (" with changes" if value.endswith("+") else "")
-
-
-def _time(seconds: float) -> str:
-    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} seconds"

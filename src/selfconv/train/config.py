@@ -195,7 +195,8 @@ def fast_recipe(model: str = "resnet29") -> Recipe:
 def short_recipe(model: str = "resnet29") -> Recipe:
     """For 10 to 30 epochs of CIFAR on a CPU: small batches, a high rate, and smaller images first.
 
-    The rate was compared in docs/training.md, "The rate of `short`".
+    The rate and the decay were compared in docs/training.md, "The rate of `short`". Decay of ψ and β would make
+    attention uniform at this rate.
     """
     return Recipe(
         epochs=15,
@@ -204,6 +205,7 @@ def short_recipe(model: str = "resnet29") -> Recipe:
         schedule="cosine",
         warmup=0.2,
         weight_decay=5e-4,
+        decay="maps",
         sizes=(0.625, 0.75, 0.875, 1.0),
     )
 

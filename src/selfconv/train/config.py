@@ -195,8 +195,8 @@ def fast_recipe(model: str = "resnet29") -> Recipe:
 def short_recipe(model: str = "resnet29") -> Recipe:
     """For 10 to 30 epochs of CIFAR on a CPU: small batches, a high rate, and smaller images first.
 
-    The rate and the decay were compared in docs/training.md, "The rate of `short`". Decay of ψ and β would make
-    attention uniform at this rate.
+    docs/training.md compares rates ("The rate of `short`") and says why ψ and β do not decay ("Weight decay
+    and attention").
     """
     return Recipe(
         epochs=15,

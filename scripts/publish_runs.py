@@ -59,6 +59,14 @@ def card(name: str, record: Record, evaluation: Evaluation) -> str:
     recipe, data, curve = record.config.recipe, record.data, evaluation.rotation
     train, val = data.images["train"], data.images["val"]
     sizes = ", ".join(map(str, dict.fromkeys(recipe.all_sizes(data.size))))
+    on = " on convolutions and linear maps" if recipe.decay == "maps" else ""
+    entropy = evaluation.mean_entropy
+    attention = (
+        ""
+        if entropy is None
+        else f"""
+- **Attention**: the entropy of α is {entropy:.3f} of that of equal weights, mean over layers."""
+    )
     return f"""# {name}
 
 {paper_label(record.model)}, {record.parameters:,} parameters, trained on {data.name} by `selfconv`.
@@ -72,8 +80,8 @@ def card(name: str, record: Record, evaluation: Evaluation) -> str:
 - **Data**: {data.name}, {train:,} images to train, {val:,} to validate, {data.in_channels} channels,
   {data.size}×{data.size} pixels, {len(data.class_names)} classes.
 - **Recipe**: {record.epochs} epochs, batch size {recipe.batch_size}, learning rate {recipe.lr:g}
-  ({recipe.schedule}), weight decay {recipe.weight_decay:g}, training images of {sizes} pixels,
-  seed {record.seed}. `record.json` has every option.
+  ({recipe.schedule}), weight decay {recipe.weight_decay:g}{on}, training images of {sizes} pixels,
+  seed {record.seed}. `record.json` has every option.{attention}
 - **Runs**: these weights are of one run (n = 1). The test images were used once, after the last epoch.
 - **Versions**: selfconv {record.versions["selfconv"]}, torch {record.versions["torch"]},
   commit {record.commit}.

@@ -28,12 +28,14 @@ def make_run(
     curve: Sequence[tuple[float, float | None]] = ((0.5, 0.4), (0.8, 0.7)),
     turned: Sequence[float] | None = None,
     equivariance_error: float = 1e-6,
+    entropy: dict[str, float] | None = None,
     **changes: Any,
 ) -> Path:
     """A finished run; ``changes`` replace fields of its record, where None leaves one out.
 
     Args:
         turned: accuracies at 90°, 180° and 270°, if it is evaluated.
+        entropy: of attention in its layers, if it is evaluated.
     """
     config = RunConfig.of(data, model).replaced("model", **options or {}).replaced("recipe", **recipe or {})
     content = config.to_json() | {"seed": seed}
@@ -105,6 +107,7 @@ def make_run(
                 "accuracy": [accuracy if angle % 90 else min(turned) for angle in range(0, 360, 15)],
                 "images": 100,
             },
+            "attention_entropy": entropy,
         }
         (folder / "evaluation.json").write_text(json.dumps(evaluation))
     return folder

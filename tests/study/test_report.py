@@ -375,6 +375,18 @@ def test_turned_images_and_equivariance(tmp_path: Path) -> None:
     assert (row.turned.n, len(row.trials)) == (3, 4)
 
 
+def test_entropy_of_attention(tmp_path: Path) -> None:
+    for model, entropy in (("resnet29", {}), ("resnet29_asc", {"first": 1.0, "last": 0.5})):
+        make_run(tmp_path / "runs" / model, model, data="digits", turned=[0.5] * 3, entropy=entropy)
+    table = only_table(tmp_path / "runs")
+    entropies = {row.model: row.attention_entropy for row in table.rows}
+    assert entropies["resnet29"] is None
+    assert entropies["resnet29_asc"] == Sample(0.75, None, 1)
+    written = report(tmp_path / "runs")
+    assert "Entropy of α" in written.md
+    assert "0.750" in written.md
+
+
 def test_every_angle(tmp_path: Path) -> None:
     """A column, a figure and a sentence that names a network: the one with the best mean over all angles."""
     for model, accuracy, turned in (("resnet29", 0.9, 0.1), ("p4resnet29_asc", 0.8, 0.8)):

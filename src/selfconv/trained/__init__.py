@@ -1,5 +1,6 @@
 """Opens a trained model (from a run, a saved model or the package) to evaluate, predict and export."""
 
+from selfconv.trained.attention import attention_entropy, relative_entropy
 from selfconv.trained.evaluation import (
     TURNS,
     VIEWS,
@@ -27,6 +28,7 @@ __all__ = [
     "Quality",
     "RotationCurve",
     "TrainedModel",
+    "attention_entropy",
     "confusion_figure",
     "evaluate",
     "evaluate_model",
@@ -37,6 +39,7 @@ __all__ = [
     "own_range",
     "predict",
     "predict_each",
+    "relative_entropy",
     "rotation_curve",
     "rotation_figure",
 ]

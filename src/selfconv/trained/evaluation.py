@@ -22,6 +22,7 @@ from selfconv.data import DataInfo, Split
 from selfconv.groups import P4
 from selfconv.testing import relative_error
 from selfconv.train import Watch
+from selfconv.trained.attention import attention_entropy
 from selfconv.trained.metrics import Quality, measure_quality
 from selfconv.trained.model import TrainedModel
 from selfconv.trained.outputs import logits
@@ -59,6 +60,7 @@ class Evaluation:
     equivariance_error: float  # of the logits under quarter turns, relative to the largest
     rotation: RotationCurve  # accuracy at every angle
     quality: Quality | None = None  # None: made by an older version
+    attention_entropy: dict[str, float] | None = None  # of α in each layer, 1 if uniform; None: as above
 
     def __post_init__(self) -> None:
         """Checks that the counts in a file are consistent."""
@@ -79,11 +81,19 @@ class Evaluation:
             raise ValueError("loss, equivariance_error: expected numbers of 0 or more; got less")
         if self.quality is not None and [*self.quality.classes] != [*self.class_accuracy]:
             raise ValueError("quality: expected the classes of class_accuracy; got others")
+        entropy = self.attention_entropy or {}
+        if not all(0 <= value < 1.001 for value in entropy.values()):  # 1, and rounding
+            raise ValueError(f"attention_entropy: expected numbers from 0 to 1; got {entropy!r}")
 
     @property
     def turned_accuracy(self) -> float:
         """The mean accuracy over the rotations by 90°, 180° and 270°."""
         return fmean(self.accuracy_under[view] for view in TURNS)
+
+    @property
+    def mean_entropy(self) -> float | None:
+        """The mean of ``attention_entropy`` over layers; None if there are none."""
+        return fmean(self.attention_entropy.values()) if self.attention_entropy else None
 
     def table(self) -> Any:
         """The results as tables for ``rich``."""
@@ -102,6 +112,10 @@ class Evaluation:
         views.add_row(f"{every}: mean", f"{self.rotation.mean:.2%}")
         where = f", at {self.rotation.worst_angle}°" if self.rotation.worst < self.rotation.mean else ""
         views.add_row(f"{every}: lowest{where}", f"{self.rotation.worst:.2%}")
+        if self.attention_entropy:
+            lowest = min(self.attention_entropy, key=self.attention_entropy.__getitem__)
+            views.add_row("entropy of attention, mean of layers (1: uniform)", f"{self.mean_entropy:.3f}")
+            views.add_row(f"its lowest, in {lowest}", f"{self.attention_entropy[lowest]:.3f}")
         if quality is not None:
             views.add_row("95% interval of the accuracy", _interval(quality.accuracy_interval))
             views.add_row("balanced accuracy (mean over classes)", f"{quality.balanced_accuracy:.2%}")
@@ -224,7 +238,8 @@ def evaluate(
     if device.type != "cpu":
         model = copy.deepcopy(model).to(device)  # others use the one on the CPU
     evaluation, probabilities = _evaluate_model(model, split.to(device), trained.data, watch)
-    evaluation = replace(evaluation, data=dataset.name)
+    entropy = attention_entropy(trained.model, split, trained.data)
+    evaluation = replace(evaluation, data=dataset.name, attention_entropy=entropy)
     folder = (trained.run_folder if own else None) if out is None else Path(out)
     if folder is None:
         return evaluation

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from selfconv.groups import Group
 from selfconv.nn import LocalAttention2d
 from selfconv.ops import Window, pad, steer
+from selfconv.trained import relative_entropy
 from selfconv.visualize._explanation import activation_of
 from selfconv.visualize._trace import trace
 
@@ -275,11 +276,6 @@ def _steered_filters(layer: LocalAttention2d) -> LayerFilters:
     )
     beta_k, beta_v = (group.steer(beta, planar=True) for beta in (filters.beta_k, filters.beta_v))
     return LayerFilters(psi_k, beta_k, psi_v, beta_v)
-
-
-def relative_entropy(alpha: Tensor, dim: int) -> Tensor:
-    """−Σ α log α over the largest it can be; 0 if there is but one weight."""
-    return torch.special.entr(alpha).sum(dim) / max(math.log(alpha.shape[dim]), 1.0)
 
 
 # ---- cutting out ----

@@ -56,6 +56,7 @@ class FinishedTrial:
     turned: float | None  # the mean over quarter turns of the test images, upright ones left out
     equivariance_error: float | None
     rotation: RotationCurve | None  # accuracy at every angle
+    attention_entropy: float | None  # mean over attention layers
     images_per_second: float
     seconds: float
     images: dict[str, int]  # in each part of the data
@@ -205,6 +206,7 @@ def _trial(folder: Path, name: str, entry: Entry | None) -> FinishedTrial:
         turned=None if evaluation is None else 100 * evaluation.turned_accuracy,
         equivariance_error=None if evaluation is None else evaluation.equivariance_error,
         rotation=None if evaluation is None else evaluation.rotation,
+        attention_entropy=None if evaluation is None else evaluation.mean_entropy,
         images_per_second=record.images_per_second,
         seconds=record.train_seconds,
         images=data.images,

@@ -56,6 +56,10 @@ class ResultRow:
         return _sample(100 * t.rotation.mean for t in self.trials if t.rotation is not None)
 
     @property
+    def attention_entropy(self) -> Sample | None:
+        return _sample(t.attention_entropy for t in self.trials)
+
+    @property
     def images_per_second(self) -> Sample | None:
         return _sample(t.images_per_second for t in self.trials)
 

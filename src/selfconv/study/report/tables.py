@@ -39,6 +39,8 @@ def columns(table: ResultTable) -> list[Column]:
         found.append(Column("Every angle, %", lambda row: _mean(row.every_angle), OURS))
     if any(row.equivariance_error is not None for row in table.rows):
         found.append(Column("Equivariance error", _error, OURS))
+    if any(row.attention_entropy for row in table.rows):
+        found.append(Column("Entropy of α", _entropy, OURS))
     if any(row.images_per_second for row in table.rows):
         found.append(Column("Images/s", _speed, OURS))
     if compared(table):
@@ -92,6 +94,10 @@ def _error(row: ResultRow) -> str:
     return NONE if error is None else f"{error:.2f}" if error >= 0.01 else f"{error:.1e}"
 
 
+def _entropy(row: ResultRow) -> str:
+    return NONE if row.attention_entropy is None else f"{row.attention_entropy.mean:.3f}"
+
+
 def _speed(row: ResultRow) -> str:
     return NONE if row.images_per_second is None else f"{row.images_per_second.mean:,.0f}"
 
@@ -118,6 +124,11 @@ def notes(table: ResultTable) -> list[str]:
     if any(row.equivariance_error is not None for row in table.rows):
         found.append(
             "Equivariance error: the largest relative change of outputs under quarter turns, over all runs."
+        )
+    if any(row.attention_entropy for row in table.rows):
+        found.append(
+            "Entropy of α: relative to that of equal weights, the mean over attention layers and runs. At 1 "
+            "attention chooses nothing, and the layer is an affine convolution."
         )
     if any(row.images_per_second for row in table.rows):
         found.append("Images/s: in training, the mean over runs.")

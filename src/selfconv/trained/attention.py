@@ -1,0 +1,44 @@
+"""How much the attention of a trained model chooses: the entropy of α in each layer.
+
+A network can reach a good accuracy with α = 1/k² everywhere, as an affine convolution; its accuracy does not
+tell.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selfconv.data import Batches, DataInfo, Split
+from selfconv.nn import LocalAttention2d
+from selfconv.testing import run_observed
+
+PIXELS = 8 * 32 * 32  # of as many images as have them together, or of one
+
+
+def relative_entropy(alpha: Tensor, dim: int) -> Tensor:
+    """−Σ α log α over the largest it can be: 1 if all weights are equal, 0 if there is but one."""
+    return torch.special.entr(alpha).sum(dim) / max(math.log(alpha.shape[dim]), 1.0)
+
+
+@torch.inference_mode()
+def attention_entropy(model: nn.Module, split: Split, info: DataInfo) -> dict[str, float]:
+    """The relative entropy of α in each attention layer of a model, by name in forward order.
+
+    Each is the mean over heads, planes, pixels and the first images of a split.
+    """
+    found: dict[str, float] = {}
+
+    def observe(key: tuple[str, int], layer: nn.Module, stage: str, leaves: list[Any], _: object) -> None:
+        if isinstance(layer, LocalAttention2d) and stage == "input" and key[0] not in found:
+            alpha = layer.attention_weights(leaves[0])  # [N, heads, (|H|,) k, k, h, w]
+            found[key[0]] = relative_entropy(alpha.flatten(-4, -3), -3).mean().item()
+
+    if any(isinstance(layer, LocalAttention2d) for layer in model.modules()):
+        batches = Batches(split, max(1, PIXELS // info.size**2), mean=info.mean, std=info.std)
+        images, _ = next(iter(batches))
+        run_observed(model.eval(), images, observe)
+    return found

@@ -232,6 +232,13 @@ def test_a_config_that_is_missing(tmp_path: Path) -> None:
 # ---- weights that come with the package ----
 
 
+def test_saved_weights_have_the_permissions_of_other_new_files(tmp_path: Path) -> None:
+    create_model("resnet29", depth=11, widths=(8, 8, 8)).save_pretrained(tmp_path)
+    (tmp_path / "new").touch()
+    modes = {name: (tmp_path / name).stat().st_mode for name in ("model.safetensors", "new")}
+    assert modes["model.safetensors"] == modes["new"]
+
+
 def test_none_are_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for module in (table, registry):
         monkeypatch.setattr(module, "WEIGHTS", tmp_path)

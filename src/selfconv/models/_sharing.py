@@ -123,10 +123,13 @@ class Shareable(nn.Module, PyTorchModelHubMixin):
             )
         self._hub_mixin_config = self.config
         partial = save_directory / f"{SAFETENSORS_SINGLE_FILE}.partial"
+        partial.touch()
+        mode = partial.stat().st_mode  # safetensors would make a file that its owner alone may read
         try:
             save_model(self, str(partial))
         except SafetensorError as error:  # of the disk: the weights themselves are fine
             raise OSError(f"{partial}: cannot be written ({error})") from None
+        partial.chmod(mode)
         partial.replace(save_directory / SAFETENSORS_SINGLE_FILE)
 
 

@@ -74,9 +74,11 @@ class TapAttention2d(nn.Module):
         self.value_rows = _affine_rows(*value_filters, c_v, kernel_size, planes, dtype)
         self.head_sums = _head_sums(num_heads, c_k, planes, copies, dtype)
         self.spread = _spread(num_heads, c_v, planes, copies, dtype)
-        heads = torch.eye(num_heads * planes, dtype=dtype)
-        self.total = _convolution(heads.repeat(copies, copies)[..., None, None])
-        weight = fold_filters(output[0], innermost=False).repeat(1, copies, 1, 1)
+        width = c_v * planes
+        self.sum_copies = _convolution(torch.eye(width, dtype=dtype).repeat(1, copies)[..., None, None])
+        heads = _to_channels(num_heads, c_v // num_heads, planes, dtype)  # [C·P, heads·P]
+        self.totals = _convolution(heads.repeat(1, copies)[..., None, None])
+        weight = fold_filters(output[0], innermost=False)
         offset = None if output[1] is None else fold_bias(output[1], planes, innermost=False)
         self.output = _convolution(cast(weight, dtype), None if offset is None else cast(offset, dtype))
 
@@ -87,15 +89,12 @@ class TapAttention2d(nn.Module):
         largest = reduce(torch.maximum, reduce(torch.maximum, scores).chunk(self.copies, 1))
         largest = torch.cat([largest] * self.copies, 1)
         weights = [torch.exp(score - largest) for score in scores]
-        share = self.total(reduce(torch.add, weights)).reciprocal()  # [N, k·heads·P, h, w], equal copies
-        alphas = [self.spread(w * share) for w in weights]
-        products = [alpha * row(values) for alpha, row in zip(alphas, self.value_rows, strict=True)]
+        products = [self.spread(w) * row(values) for w, row in zip(weights, self.value_rows, strict=True)]
+        y = self.sum_copies(reduce(torch.add, products))  # [N, C·P, h, w]
+        y = y * self.totals(reduce(torch.add, weights)).reciprocal()
         if self.pool > 1:
-            products = [F.avg_pool2d(product, self.pool) for product in products]
-        # W^O on each row: ONNX Runtime adds within the convolution, and never holds a sum of k·C channels
-        weight, bias = self.output.weight, self.output.bias
-        rows = [F.conv2d(product, weight, None if i else bias) for i, product in enumerate(products)]
-        return cast(reduce(torch.add, rows), self.in_dtype)
+            y = F.avg_pool2d(y, self.pool)
+        return cast(self.output(y), self.in_dtype)
 
 
 def _convolution(weight: Tensor, bias: Tensor | None = None, groups: int = 1, **options: object) -> nn.Conv2d:
@@ -182,9 +181,8 @@ def _head_sums(heads: int, channels: int, planes: int, copies: int, dtype: torch
     d, n = channels // heads, _per_group(heads, planes)
     if d == 1:
         return nn.Identity()
-    plane = torch.eye(planes, dtype=dtype)
-    weight = torch.kron(torch.eye(n, dtype=dtype), plane.repeat(1, d))  # [n·P, n·d·P]
     groups = copies * heads // n
+    weight = _to_channels(n, d, planes, dtype).T  # [n·P, n·d·P]
     return _convolution(weight.repeat(groups, 1)[..., None, None], groups=groups)
 
 
@@ -193,7 +191,10 @@ def _spread(heads: int, channels: int, planes: int, copies: int, dtype: torch.dt
     d, n = channels // heads, _per_group(heads, planes)
     if d == 1:
         return nn.Identity()
-    plane = torch.eye(planes, dtype=dtype)
-    weight = torch.kron(torch.eye(n, dtype=dtype), plane.repeat(d, 1))  # [n·d·P, n·P]
     groups = copies * heads // n
-    return _convolution(weight.repeat(groups, 1)[..., None, None], groups=groups)
+    return _convolution(_to_channels(n, d, planes, dtype).repeat(groups, 1)[..., None, None], groups=groups)
+
+
+def _to_channels(heads: int, d: int, planes: int, dtype: torch.dtype) -> Tensor:
+    """The matrix ``[heads·d·P, heads·P]`` that copies a head's values to its d channels."""
+    return torch.kron(torch.eye(heads, dtype=dtype), torch.eye(planes, dtype=dtype).repeat(d, 1))

@@ -2,18 +2,20 @@
 
 An exported program has no fused kernel, and unfolding the window would make tensors k² times as large as the
 features. Instead the window is walked row by row. The maps of K and V exist once for each column offset j of
-the window, next to each other along the channels (t = j·C + c), which the 1×1 map writes at no extra cost. In
-these maps
+the window, next to each other along the channels (t = j·C + c). In these maps
 
     x-shift     a depthwise 1×k convolution, a single 1 per filter, moves copy j by j − k//2 columns
     y-shift     for each row i of the window, a depthwise convolution moves all copies by i − k//2 rows;
                 on the plane its single weight is ψ and its bias β
     ψ on a group, dense ψ      a 1×1 convolution in small groups of channels, with bias β
-    sum over a head's channels, copy of a head's weight to its channels     1×1 convolutions of zeros and ones
+    sums over a head's channels and over copies, copy of a head's weight to its channels
+                1×1 convolutions of zeros and ones
 
-The scores of a row are [N, k·heads·P, h, w]; their maximum over rows and copies makes the exponentials safe,
-and their sum is divided out while they are small, before they are copied to channels. The largest tensors
-are k times the features. No operator depends on the size of the images. Runtimes such as ONNX Runtime have
+The scores of a row are [N, k·heads·P, h, w]; their maximum over rows and copies makes the exponentials safe.
+The products of all rows are added, then the copies, and the sum of the exponentials is divided out last, once
+per channel. Where the output is averaged over cells, it is divided out of the weights of each row instead,
+and the products are averaged before they are added, which takes less memory. The largest tensors are k times
+the features. No operator depends on the size of the images. Runtimes such as ONNX Runtime have
 fast kernels for all of these convolutions, as long as the channels of a group fill vector registers: hence
 ``LANES``. AOTInductor was faster with this form than with slices and elementwise operators over all taps.
 """
@@ -64,7 +66,7 @@ class TapAttention2d(nn.Module):
         self.copies, self.pool, self.dtype, self.in_dtype = copies, pool, dtype, filters.dtype
         parts = filters.split(channels)
         offsets = [None] * len(parts) if bias is None else list(bias.split(channels))
-        maps = [_copied_map(f, b, copies) for f, b in zip(parts, offsets, strict=True)]
+        maps = [_pointwise(f, b) for f, b in zip(parts, offsets, strict=True)]
         _scale(maps[0], scale)
         self.maps = nn.ModuleList(maps)
         c_k, c_v = channels[0], channels[-1]
@@ -74,26 +76,32 @@ class TapAttention2d(nn.Module):
         self.value_rows = _affine_rows(*value_filters, c_v, kernel_size, planes, dtype)
         self.head_sums = _head_sums(num_heads, c_k, planes, copies, dtype)
         self.spread = _spread(num_heads, c_v, planes, copies, dtype)
-        width = c_v * planes
-        self.sum_copies = _convolution(torch.eye(width, dtype=dtype).repeat(1, copies)[..., None, None])
-        heads = _to_channels(num_heads, c_v // num_heads, planes, dtype)  # [C·P, heads·P]
-        self.totals = _convolution(heads.repeat(1, copies)[..., None, None])
-        weight = fold_filters(output[0], innermost=False)
-        offset = None if output[1] is None else fold_bias(output[1], planes, innermost=False)
-        self.output = _convolution(cast(weight, dtype), None if offset is None else cast(offset, dtype))
+        eye = torch.eye(c_v * planes, dtype=dtype)
+        self.sum_copies = _convolution(eye.repeat(1, copies)[..., None, None])
+        if pool > 1:
+            total = torch.eye(num_heads * planes, dtype=dtype).repeat(copies, 1)  # [k·heads·P, heads·P]
+        else:
+            total = _to_channels(num_heads, c_v // num_heads, planes, dtype)  # [C·P, heads·P]
+        self.total = _convolution(total.repeat(1, copies)[..., None, None])
+        self.output = _pointwise(*output).to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        maps = [cast(convolution(x), self.dtype) for convolution in self.maps]  # [N, k·C·P, h, w]
+        maps = [cast(convolution(x), self.dtype) for convolution in self.maps]  # [N, C·P, h, w]
+        maps = [torch.cat([f] * self.copies, 1) for f in maps]  # [N, k·C·P, h, w]
         keys, values = self.key_columns(maps[1]), self.value_columns(maps[-1])
         scores = [self.head_sums(maps[0] * row(keys)) for row in self.key_rows]  # k of [N, k·heads·P, h, w]
         largest = reduce(torch.maximum, reduce(torch.maximum, scores).chunk(self.copies, 1))
         largest = torch.cat([largest] * self.copies, 1)
         weights = [torch.exp(score - largest) for score in scores]
-        products = [self.spread(w) * row(values) for w, row in zip(weights, self.value_rows, strict=True)]
-        y = self.sum_copies(reduce(torch.add, products))  # [N, C·P, h, w]
-        y = y * self.totals(reduce(torch.add, weights)).reciprocal()
+        share = self.total(reduce(torch.add, weights)).reciprocal()
         if self.pool > 1:
-            y = F.avg_pool2d(y, self.pool)
+            weights = [w * share for w in weights]
+        products = [self.spread(w) * row(values) for w, row in zip(weights, self.value_rows, strict=True)]
+        if self.pool > 1:
+            products = [F.avg_pool2d(product, self.pool) for product in products]
+        y = self.sum_copies(reduce(torch.add, products))  # [N, C·P, h, w]
+        if self.pool == 1:
+            y = y * share
         return cast(self.output(y), self.in_dtype)
 
 
@@ -113,11 +121,9 @@ def _scale(convolution: nn.Conv2d, scale: float) -> None:
         parameter.mul_(scale)
 
 
-def _copied_map(filters: Tensor, bias: Tensor | None, copies: int) -> nn.Conv2d:
-    """A 1×1 map whose output is there ``copies`` times along the channels."""
-    weight = fold_filters(filters, innermost=False).repeat(copies, 1, 1, 1)
-    offset = None if bias is None else fold_bias(bias, filters.shape[2], innermost=False).repeat(copies)
-    return _convolution(weight, offset)
+def _pointwise(filters: Tensor, bias: Tensor | None) -> nn.Conv2d:
+    offset = None if bias is None else fold_bias(bias, filters.shape[2], innermost=False)
+    return _convolution(fold_filters(filters, innermost=False), offset)
 
 
 def _column_shift(channels: int, copies: int, dtype: torch.dtype) -> nn.Conv2d:

@@ -2,18 +2,20 @@
 
 An exported program has no fused kernel, and unfolding the window would make tensors k² times as large as the
 features. Instead the window is walked row by row. The maps of K and V exist once for each column offset j of
-the window, next to each other along the channels (t = j·C + c), which the 1×1 map writes at no extra cost. In
-these maps
+the window, next to each other along the channels (t = j·C + c). In these maps
 
     x-shift     a depthwise 1×k convolution, a single 1 per filter, moves copy j by j − k//2 columns
     y-shift     for each row i of the window, a depthwise convolution moves all copies by i − k//2 rows;
                 on the plane its single weight is ψ and its bias β
     ψ on a group, dense ψ      a 1×1 convolution in small groups of channels, with bias β
-    sum over a head's channels, copy of a head's weight to its channels     1×1 convolutions of zeros and ones
+    sums over a head's channels and over copies, copy of a head's weight to its channels
+                1×1 convolutions of zeros and ones
 
-The scores of a row are [N, k·heads·P, h, w]; their maximum over rows and copies makes the exponentials safe,
-and their sum is divided out while they are small, before they are copied to channels. The largest tensors
-are k times the features. No operator depends on the size of the images. Runtimes such as ONNX Runtime have
+The scores of a row are [N, k·heads·P, h, w]; their maximum over rows and copies makes the exponentials safe.
+The products of all rows are added, then the copies, and the sum of the exponentials is divided out last, once
+per channel. Where the output is averaged over cells, it is divided out of the weights of each row instead,
+and the products are averaged before they are added, which takes less memory. The largest tensors are k times
+the features. No operator depends on the size of the images. Runtimes such as ONNX Runtime have
 fast kernels for all of these convolutions, as long as the channels of a group fill vector registers: hence
 ``LANES``. AOTInductor was faster with this form than with slices and elementwise operators over all taps.
 """
@@ -64,7 +66,7 @@ class TapAttention2d(nn.Module):
         self.copies, self.pool, self.dtype, self.in_dtype = copies, pool, dtype, filters.dtype
         parts = filters.split(channels)
         offsets = [None] * len(parts) if bias is None else list(bias.split(channels))
-        maps = [_copied_map(f, b, copies) for f, b in zip(parts, offsets, strict=True)]
+        maps = [_pointwise(f, b) for f, b in zip(parts, offsets, strict=True)]
         _scale(maps[0], scale)
         self.maps = nn.ModuleList(maps)
         c_k, c_v = channels[0], channels[-1]
@@ -74,28 +76,33 @@ class TapAttention2d(nn.Module):
         self.value_rows = _affine_rows(*value_filters, c_v, kernel_size, planes, dtype)
         self.head_sums = _head_sums(num_heads, c_k, planes, copies, dtype)
         self.spread = _spread(num_heads, c_v, planes, copies, dtype)
-        heads = torch.eye(num_heads * planes, dtype=dtype)
-        self.total = _convolution(heads.repeat(copies, copies)[..., None, None])
-        weight = fold_filters(output[0], innermost=False).repeat(1, copies, 1, 1)
-        offset = None if output[1] is None else fold_bias(output[1], planes, innermost=False)
-        self.output = _convolution(cast(weight, dtype), None if offset is None else cast(offset, dtype))
+        eye = torch.eye(c_v * planes, dtype=dtype)
+        self.sum_copies = _convolution(eye.repeat(1, copies)[..., None, None])
+        if pool > 1:
+            total = torch.eye(num_heads * planes, dtype=dtype).repeat(copies, 1)  # [k·heads·P, heads·P]
+        else:
+            total = _to_channels(num_heads, c_v // num_heads, planes, dtype)  # [C·P, heads·P]
+        self.total = _convolution(total.repeat(1, copies)[..., None, None])
+        self.output = _pointwise(*output).to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        maps = [cast(convolution(x), self.dtype) for convolution in self.maps]  # [N, k·C·P, h, w]
+        maps = [cast(convolution(x), self.dtype) for convolution in self.maps]  # [N, C·P, h, w]
+        maps = [torch.cat([f] * self.copies, 1) for f in maps]  # [N, k·C·P, h, w]
         keys, values = self.key_columns(maps[1]), self.value_columns(maps[-1])
         scores = [self.head_sums(maps[0] * row(keys)) for row in self.key_rows]  # k of [N, k·heads·P, h, w]
         largest = reduce(torch.maximum, reduce(torch.maximum, scores).chunk(self.copies, 1))
         largest = torch.cat([largest] * self.copies, 1)
         weights = [torch.exp(score - largest) for score in scores]
-        share = self.total(reduce(torch.add, weights)).reciprocal()  # [N, k·heads·P, h, w], equal copies
-        alphas = [self.spread(w * share) for w in weights]
-        products = [alpha * row(values) for alpha, row in zip(alphas, self.value_rows, strict=True)]
+        share = self.total(reduce(torch.add, weights)).reciprocal()
+        if self.pool > 1:
+            weights = [w * share for w in weights]
+        products = [self.spread(w) * row(values) for w, row in zip(weights, self.value_rows, strict=True)]
         if self.pool > 1:
             products = [F.avg_pool2d(product, self.pool) for product in products]
-        # W^O on each row: ONNX Runtime adds within the convolution, and never holds a sum of k·C channels
-        weight, bias = self.output.weight, self.output.bias
-        rows = [F.conv2d(product, weight, None if i else bias) for i, product in enumerate(products)]
-        return cast(reduce(torch.add, rows), self.in_dtype)
+        y = self.sum_copies(reduce(torch.add, products))  # [N, C·P, h, w]
+        if self.pool == 1:
+            y = y * share
+        return cast(self.output(y), self.in_dtype)
 
 
 def _convolution(weight: Tensor, bias: Tensor | None = None, groups: int = 1, **options: object) -> nn.Conv2d:
@@ -114,11 +121,9 @@ def _scale(convolution: nn.Conv2d, scale: float) -> None:
         parameter.mul_(scale)
 
 
-def _copied_map(filters: Tensor, bias: Tensor | None, copies: int) -> nn.Conv2d:
-    """A 1×1 map whose output is there ``copies`` times along the channels."""
-    weight = fold_filters(filters, innermost=False).repeat(copies, 1, 1, 1)
-    offset = None if bias is None else fold_bias(bias, filters.shape[2], innermost=False).repeat(copies)
-    return _convolution(weight, offset)
+def _pointwise(filters: Tensor, bias: Tensor | None) -> nn.Conv2d:
+    offset = None if bias is None else fold_bias(bias, filters.shape[2], innermost=False)
+    return _convolution(fold_filters(filters, innermost=False), offset)
 
 
 def _column_shift(channels: int, copies: int, dtype: torch.dtype) -> nn.Conv2d:
@@ -182,9 +187,8 @@ def _head_sums(heads: int, channels: int, planes: int, copies: int, dtype: torch
     d, n = channels // heads, _per_group(heads, planes)
     if d == 1:
         return nn.Identity()
-    plane = torch.eye(planes, dtype=dtype)
-    weight = torch.kron(torch.eye(n, dtype=dtype), plane.repeat(1, d))  # [n·P, n·d·P]
     groups = copies * heads // n
+    weight = _to_channels(n, d, planes, dtype).T  # [n·P, n·d·P]
     return _convolution(weight.repeat(groups, 1)[..., None, None], groups=groups)
 
 
@@ -193,7 +197,10 @@ def _spread(heads: int, channels: int, planes: int, copies: int, dtype: torch.dt
     d, n = channels // heads, _per_group(heads, planes)
     if d == 1:
         return nn.Identity()
-    plane = torch.eye(planes, dtype=dtype)
-    weight = torch.kron(torch.eye(n, dtype=dtype), plane.repeat(d, 1))  # [n·d·P, n·P]
     groups = copies * heads // n
-    return _convolution(weight.repeat(groups, 1)[..., None, None], groups=groups)
+    return _convolution(_to_channels(n, d, planes, dtype).repeat(groups, 1)[..., None, None], groups=groups)
+
+
+def _to_channels(heads: int, d: int, planes: int, dtype: torch.dtype) -> Tensor:
+    """The matrix ``[heads·d·P, heads·P]`` that copies a head's values to its d channels."""
+    return torch.kron(torch.eye(heads, dtype=dtype), torch.eye(planes, dtype=dtype).repeat(d, 1))

@@ -265,6 +265,41 @@ class TestRange:
         data = load_data(tmp_path / "cells", pixel_range="-0.5,1.5")
         check_values(data, {name: np.rint((v + 0.5) / 2 * 65535) for name, v in values.items()})
 
+    @pytest.mark.parametrize(("high", "text"), [(1, "auto"), (2, "auto"), (100, "auto"), (1, "0,1")])
+    @pytest.mark.parametrize("source", ["folder", "npz"])
+    def test_floating_point_is_not_counted_in_integers(
+        self, tmp_path: Path, high: int, text: str, source: str
+    ) -> None:
+        stack = (RANDOM.random((20, 20, 20)) * high).astype(np.float32)
+        stack[::2, 0, 0], stack[::2, 0, 1] = 0, high
+        place = tmp_path / "x.npz"
+        if source == "npz":
+            labels = np.arange(10) % 2
+            np.savez(place, x_train=stack[:10], y_train=labels, x_test=stack[10:], y_test=labels)
+        else:
+            for label, part in (("a", stack[:10]), ("b", stack[10:])):
+                (tmp_path / label).mkdir()
+                np.save(tmp_path / label / "x.npy", part)
+            place = tmp_path
+        data = load_data(place, pixel_range=text)
+        assert (data.pixels.low, data.pixels.high, data.train.levels) == (0, high, 65535)
+        stored = np.sort(data.everything.images.numpy().astype(float).ravel()) / 65535 * high
+        assert np.abs(stored - np.sort(stack.ravel())).max() <= 0.5001 / 65535 * high
+
+    def test_levels(self) -> None:
+        """Of integers as many as there are in the range; of other and of mixed types the most."""
+        ranges = [
+            (PixelRange(), 255),
+            (PixelRange("int16", -5, 5), 10),
+            (PixelRange("uint16", 0, 4095), 4095),
+            (PixelRange("uint16", 0, 0.5), 65535),
+            (PixelRange("float32", 0, 1), 65535),
+            (PixelRange(None, 0, 1), 65535),
+            (PixelRange("uint8", 0, 255, by_type=True), 255),
+            (PixelRange("float64", 0, 65535, by_type=True), 65535),
+        ]
+        assert [given.levels for given, _ in ranges] == [levels for _, levels in ranges]
+
     def test_values_outside_are_clipped(self, tmp_path: Path) -> None:
         values = gallery(tmp_path / "cells", dtype=np.uint8, high=256)
         data = load_data(tmp_path / "cells", pixel_range="10,200")

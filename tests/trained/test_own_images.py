@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -17,25 +18,30 @@ from PIL import Image
 from selfconv import _text
 from selfconv.cli import command_line
 from selfconv.data import load_data
-from selfconv.train import train
+from selfconv.explorer._server import read_upload
+from selfconv.train import RunError, train
 from selfconv.trained import export, open_trained, predict
+
+KINDS = ("bytes", "deep", "floats")
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Digits of 8 bits as PNG, of 12 bits in 16 as TIFF, and a run on each, of relative paths."""
+    """Digits of 8 bits as PNG, of 12 bits in 16 and of 0 to 1 as TIFF, a run on each, of relative paths."""
     folder = tmp_path_factory.mktemp("own")
     digits = load_data("digits", validation=0).train
     for index in range(160):
         pixels, label = digits.images[index, 0].numpy(), int(digits.labels[index]) % 3
-        for name in ("bytes", "deep"):
+        for name in KINDS:
             (folder / name / f"c{label}").mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(folder / "bytes" / f"c{label}" / f"{index:03}.png")
         deep = np.rint(pixels * (4095 / 255)).astype(np.uint16)
         tifffile.imwrite(folder / "deep" / f"c{label}" / f"{index:03}.tif", deep)
+        shares = (pixels / 255).astype(np.float32)
+        tifffile.imwrite(folder / "floats" / f"c{label}" / f"{index:03}.tif", shares)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        for name in ("bytes", "deep"):
+        for name in KINDS:
             train(tiny_config(Path(name), "resnet29_asc", epochs=1), Path("runs") / name, quiet=True)
     return folder
 
@@ -66,6 +72,38 @@ def test_the_range_is_part_of_an_export(
     torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-4)
     assert run_cli("export", work / "runs" / "deep", "--to", tmp_path / "again.pt2", "--no-compile") == 0
     assert "values 0..4095 as in the files -> logits [N, 3]" in capsys.readouterr().out
+
+
+def test_floating_point_is_read_alike_by_every_command(work: Path, tmp_path: Path) -> None:
+    place = work / "runs" / "floats"
+    trained, shallow = open_trained(place), open_trained(work / "runs" / "bytes")
+    assert (trained.data.pixels.low, trained.data.pixels.high) == (0, 1)
+    assert trained.data.mean == pytest.approx(shallow.data.mean, rel=1e-4)
+    file = sorted((work / "floats").rglob("*.tif"))[0]
+    values = torch.from_numpy(tifffile.imread(file))[None, None]
+    assert len(values.unique()) > 2
+    export(trained, tmp_path / "floats.pt2", compile=False)
+    exported = torch.export.load(tmp_path / "floats.pt2").module()(values).softmax(1)[0]
+    for text in (None, "0,1", "dtype"):
+        [found] = predict(trained, [file], pixel_range=text)
+        assert [*found.probabilities.values()] == pytest.approx(exported.tolist(), abs=1e-4)
+    shutil.copytree(work / "floats", tmp_path / "floats")
+    assert trained.open_data(tmp_path / "floats").digest == trained.open_data().digest
+    shown = read_upload(file.read_bytes(), trained.data.size, 1, trained.data.pixels)
+    assert np.array_equal(shown[0], np.rint(values[0, 0].numpy() * 255))
+
+
+def test_a_run_that_counted_integers_in_floating_point_opens(work: Path, tmp_path: Path) -> None:
+    """Runs of earlier versions: their digest is of images in two levels."""
+    place = tmp_path / "run"
+    shutil.copytree(work / "runs" / "floats", place)
+    for name in ("data.json", "record.json", "model/record.json"):
+        digest = open_trained(work / "runs" / "floats").data.digest
+        (place / name).write_text((place / name).read_text().replace(digest, "0" * 64))
+    trained = open_trained(place)
+    assert len(predict(trained, [next((work / "floats").rglob("*.tif"))])) == 1
+    with pytest.raises(RunError, match=r"has changed .*, or an earlier version .* read these images in 2 l"):
+        trained.open_data()
 
 
 def test_a_bad_file_costs_one_line(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

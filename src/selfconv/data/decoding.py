@@ -47,7 +47,7 @@ from selfconv.data.stored import CHUNK, Stack
 MIXED_SIZE = 64  # of images that do not have one square size
 MAX_NAMED = 3  # unreadable files in a message
 MEMORY_FRACTION = 0.25  # of the machine's, for images
-CACHE_VERSION = 2  # part of the cache's name
+CACHE_VERSION = 3  # part of the cache's name
 
 
 @dataclass(frozen=True)

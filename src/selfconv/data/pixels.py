@@ -33,8 +33,8 @@ class UnreadableError(Exception):
 class PixelRange:
     """Which values in the files become the pixels 0 and 1. Values outside are clipped.
 
-    In memory a pixel is an integer from 0 to ``levels``: every value of the files, if there are up to 65536
-    of them in the range, and otherwise the nearest of 65536.
+    In memory a pixel is an integer from 0 to ``levels``: every value of the files, if they hold integers and
+    the range has up to 65536 of them, and otherwise (floating point, mixed types) the nearest of 65536.
 
     Attributes:
         dtype: of the values in the files; None if files of several types are mixed.
@@ -56,9 +56,14 @@ class PixelRange:
     @property
     def levels(self) -> int:
         """The integer in memory that stands for the pixel 1."""
-        width = self.high - self.low
-        whole = float(self.low).is_integer() and float(self.high).is_integer()
-        return int(width) if whole and width <= DEEPEST else DEEPEST
+        counted = self.by_type or (self.dtype is not None and self.dtype.startswith(("int", "uint")))
+        return self.whole_width if counted and self.whole_width <= DEEPEST else DEEPEST
+
+    @property
+    def whole_width(self) -> int:
+        """``high - low`` if both are integers, and otherwise more than the levels that can be stored."""
+        whole = self.low.is_integer() and self.high.is_integer()
+        return int(self.high - self.low) if whole else DEEPEST + 1
 
     @property
     def stored_as(self) -> type[np.uint8] | type[np.uint16]:

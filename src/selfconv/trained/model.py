@@ -95,6 +95,7 @@ class TrainedModel:
             if data.digest != self.data.digest:
                 raise RunError(
                     f"{self.name}: the data set {data.name} has changed since this model was trained"
+                    + _earlier_levels(self.data.pixels)
                 )
             return data
         own = pixel_range is None
@@ -269,6 +270,13 @@ def _range_option(pixels: PixelRange) -> str:
     if pixels.by_type:
         return "dtype"
     return "auto" if pixels == PixelRange() else f"{pixels.low!r},{pixels.high!r}"
+
+
+def _earlier_levels(pixels: PixelRange) -> str:
+    """What an earlier version did to floating point images, if it may explain that a digest differs."""
+    if pixels.whole_width >= pixels.levels:
+        return ""
+    return f", or an earlier version trained it, which read these images in {pixels.whole_width + 1} levels"
 
 
 def _with_classes(data: Dataset, names: list[str]) -> Dataset:

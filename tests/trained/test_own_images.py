@@ -20,9 +20,14 @@ from selfconv.cli import command_line
 from selfconv.data import load_data
 from selfconv.explorer._server import read_upload
 from selfconv.train import RunError, train
-from selfconv.trained import export, open_trained, predict
+from selfconv.trained import evaluate, export, open_trained, predict
 
 KINDS = ("bytes", "deep", "floats")
+
+
+def digits_image(number: int) -> Image.Image:
+    """A test image of the digits, none of which is in the folders."""
+    return Image.fromarray(load_data("digits").test.images[number, 0].numpy())
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +171,56 @@ def test_other_images(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli("evaluate", work / "runs" / "bytes", "--data", work / "deep", "--range", "0,4095") == 0
     assert run_cli("evaluate", work / "runs" / "bytes", "--range", "0,4095") == 2
     assert "--range needs --data" in capsys.readouterr().err
+
+
+def copy_of(work: Path, place: Path, run: str = "bytes") -> Path:
+    """A copy of a run's images, elsewhere."""
+    return shutil.copytree(work / run, place / "elsewhere")
+
+
+def test_a_folder_that_has_grown_is_tested_without_the_training_images(work: Path, tmp_path: Path) -> None:
+    trained = open_trained(work / "runs" / "bytes")
+    counts, own = trained.data.images, trained.open_data(work / "bytes")
+    elsewhere = copy_of(work, tmp_path)
+    assert trained.test_images(trained.open_data(elsewhere)).names == own.test.names
+    new = digits_image(1)
+    new.save(elsewhere / "c0" / "new.png")
+    seen = counts["train"] + counts["val"]
+    with pytest.warns(
+        UserWarning, match=f"elsewhere: {seen} of 161 images are left out: the model was"
+    ):
+        split = trained.test_images(trained.open_data(elsewhere))
+    assert sorted(split.names) == sorted([*own.test.names, "c0/new.png"])
+    (elsewhere / "c0" / "new.png").unlink()
+    for name in own.test.names:
+        (elsewhere / name).unlink()
+    with pytest.raises(RunError, match=f"all {seen} of elsewhere are among those that the model was trained"):
+        evaluate(trained, elsewhere)
+
+
+def test_a_run_split_by_groups_knows_its_folder_again(work: Path, tmp_path: Path) -> None:
+    config = tiny_config(work / "bytes", epochs=1).replaced("data", group_by=r"/(\d\d)\d")
+    train(config, tmp_path / "run", quiet=True)
+    trained = open_trained(tmp_path / "run")
+    elsewhere = copy_of(work, tmp_path)
+    assert trained.open_data(elsewhere).digest == trained.data.digest
+    for index, path in enumerate(sorted(elsewhere.rglob("*.png"))):
+        path.rename(path.with_name(f"name{index}.png"))  # no group in it
+    with pytest.warns(UserWarning, match="images are left out"):
+        assert len(trained.test_images(trained.open_data(elsewhere))) == trained.data.images["test"]
+
+
+def test_runs_without_hashes_of_their_images(work: Path, tmp_path: Path) -> None:
+    place = shutil.copytree(work / "runs" / "bytes", tmp_path / "run")
+    elsewhere = copy_of(work, tmp_path)
+    digits_image(1).save(elsewhere / "c0" / "new.png")
+    (place / "seen_images.bin").unlink()
+    with pytest.warns(UserWarning, match="a run of an earlier version, without hashes of its images"):
+        trained = open_trained(place)
+        assert len(trained.test_images(trained.open_data(elsewhere))) == 161
+    (place / "seen_images.bin").write_bytes(b"1234567")
+    with pytest.raises(RunError, match=r"seen_images.bin: expected 8 bytes for each image; got 7"):
+        evaluate(open_trained(place), elsewhere)
 
 
 def test_every_command_keeps_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from selfconv.data.dataset import Dataset, warn_about_data
-from selfconv.data.pixels import DataError, parse_range
+from selfconv.data.pixels import DataError, GroupError, parse_range
 from selfconv.data.sources.cifar import ARCHIVES, load_cifar
 from selfconv.data.sources.hugging_face import PREFIX, list_hub, list_parquet
 from selfconv.data.sources.listing import Listing, list_folder, list_manifest, load_listing
@@ -95,7 +95,8 @@ def load_data(
 def _refuse_options(name: str, pixel_range: str, group_by: str | None) -> None:
     for option, value, default in (("range", pixel_range, "auto"), ("group_by", group_by, None)):
         if value != default:
-            raise DataError(f"{option}: expected a folder, an .npz, CSV or Parquet file with it; got {name}")
+            kind = GroupError if option == "group_by" else DataError
+            raise kind(f"{option}: expected a folder, an .npz, CSV or Parquet file with it; got {name}")
 
 
 def _load_path(
@@ -111,7 +112,7 @@ def _load_path(
     path = Path(source).expanduser()
     if path.is_file() and path.suffix == ".npz":
         if group_by is not None:
-            raise DataError(f"group_by: expected a folder, a CSV file or Parquet with it; got {path}")
+            raise GroupError(f"group_by: expected a folder, a CSV file or Parquet with it; got {path}")
         return load_npz(path, **options)
     listing: Listing
     if isinstance(source, str) and source.startswith(PREFIX):

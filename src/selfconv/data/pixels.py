@@ -25,6 +25,10 @@ class DataError(ValueError):
         super().__init__(escape_for_terminal(message))
 
 
+class GroupError(DataError):
+    """``group_by`` does not fit the data."""
+
+
 class UnreadableError(Exception):
     """Why an image file cannot be used."""
 

@@ -223,7 +223,8 @@ def evaluate(
 
     Args:
         data: a data set as ``load_data`` takes it; by default the one that the model was trained on. Its test
-            images count, or all of its images if it has no test part.
+            images count, or all of its images if it has no test part; images that the run was trained or
+            validated on are left out, with a warning.
         pixel_range: of those images; by default that of the training images.
         out: folder for the files; by default that of the run.
         watch: called with the completed fraction and a status line.
@@ -232,8 +233,7 @@ def evaluate(
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = torch.device("cpu") if device is None else device
     own = dataset.digest == trained.data.digest
-    # no image of another data set was used in training
-    split = dataset.test if own or dataset.has_test_part else dataset.everything
+    split = trained.test_images(dataset)
     model = trained.optimized
     if device.type != "cpu":
         model = copy.deepcopy(model).to(device)  # others use the one on the CPU

@@ -8,12 +8,23 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from selfconv._files import describe_folder, file_sha256, read_as
 from selfconv._memory import machine_memory
-from selfconv.data import DataInfo, Dataset, PixelRange, describe_channels, normalise, read_image
+from selfconv.data import (
+    DataInfo,
+    Dataset,
+    GroupError,
+    PixelRange,
+    Split,
+    describe_channels,
+    image_hashes,
+    normalise,
+    read_image,
+)
 from selfconv.models import (
     WEIGHTS,
     ResNet,
@@ -105,10 +116,12 @@ class TrainedModel:
             source=os.fspath(source),
             image_size=self.data.size,
             pixel_range=pixel_range,
-            group_by=None,
             subset=None,
         )
-        data = open_data(config)
+        try:
+            data = open_data(config)  # in groups, so that the training images are found where they have moved
+        except GroupError:
+            data = open_data(config.replaced("data", group_by=None))
         (ours, theirs) = (_classes_and_channels(info) for info in (self.data, DataInfo.of(data)))
         known = {*self.data.class_names} & {*data.class_names}
         if not known or self.data.in_channels != data.in_channels:
@@ -120,6 +133,44 @@ class TrainedModel:
                 f"{os.fspath(source)} has {data.pixels.dtype}: give their range with --range"
             )
         return data
+
+    def test_images(self, data: Dataset) -> Split:
+        """The images of a data set that count in a test: none that the model was trained or validated on.
+
+        Of its own data set the test part. Of others the test part, or all images if there is none, without
+        those whose pixels equal those of an image that the run has seen; a warning tells how many these are.
+
+        Raises:
+            RunError: no image is left.
+        """
+        if data.digest == self.data.digest:
+            return data.test
+        split = data.test if data.has_test_part else data.everything
+        if self.run_folder is None:
+            return split
+        seen = Run(self.run_folder).seen_images
+        if seen is None:
+            warnings.warn(
+                f"{self.name}: a run of an earlier version, without hashes of its images: any of {data.name} "
+                "that it was trained on count as test images",
+                stacklevel=3,
+            )
+            return split
+        new = torch.from_numpy(~np.isin(image_hashes(split), seen))
+        left = int(new.sum())
+        if left == 0:
+            raise RunError(
+                f"{self.name}: expected images to test on; all {len(split)} of {data.name} are among those "
+                "that the model was trained or validated on"
+            )
+        if left < len(split):
+            warnings.warn(
+                f"{data.name}: {len(split) - left} of {len(split)} images are left out: the model was "
+                "trained or validated on them",
+                stacklevel=3,
+            )
+            return split.take(new.nonzero()[:, 0])
+        return split
 
     def read_image(self, path: str | os.PathLike[str]) -> Tensor:
         """Reads an image file as integers ``[C, size, size]``, preprocessed as in a training folder."""

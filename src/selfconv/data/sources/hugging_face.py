@@ -11,7 +11,7 @@ import numpy as np
 
 from selfconv._extras import require
 from selfconv.data.images import Item
-from selfconv.data.pixels import DataError
+from selfconv.data.pixels import DataError, GroupError
 from selfconv.data.sources.listing import PARTS, Listed, Listing
 
 PREFIX = "hf:"
@@ -53,7 +53,7 @@ def _list(what: str, name: str, options: dict[str, Any], group_by: str | None) -
     image = _column(what, features, "image", lambda kind: isinstance(kind, datasets.Image))
     label = _column(what, features, "label", lambda kind: isinstance(kind, datasets.ClassLabel))
     if group_by is not None and group_by not in features:
-        raise DataError(
+        raise GroupError(
             f"{what}: group_by: expected one of the columns {', '.join(features)}; got {group_by!r}"
         )
     names, listed = _classes(parts["train"], label), {}

@@ -16,7 +16,7 @@ from selfconv._files import check_file
 from selfconv.data.dataset import Dataset, SourcePart, build
 from selfconv.data.decoding import decode_all, files_key
 from selfconv.data.images import IMAGE_SUFFIXES, Item, require_image_readers, stack_items
-from selfconv.data.pixels import DataError, UnreadableError
+from selfconv.data.pixels import DataError, GroupError, UnreadableError
 from selfconv.data.splits import Labels, check_groups, split_off
 
 Files = dict[str, list[Item]]  # of each class
@@ -102,12 +102,12 @@ def _matcher(pattern: str) -> Callable[[str], str]:
     try:
         compiled = re.compile(pattern)
     except re.error as error:
-        raise DataError(f"group_by: expected a regular expression; got {pattern!r} ({error})") from None
+        raise GroupError(f"group_by: expected a regular expression; got {pattern!r} ({error})") from None
 
     def find(name: str) -> str:
         match = compiled.search(name)
         if match is None:
-            raise DataError(f"group_by: expected {pattern!r} in the name of every file; not in {name}")
+            raise GroupError(f"group_by: expected {pattern!r} in the name of every file; not in {name}")
         return match[1] if compiled.groups and match[1] is not None else match[0]
 
     return find

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -132,6 +133,51 @@ def test_a_bad_file_costs_one_line(work: Path, tmp_path: Path, capsys: pytest.Ca
         assert why in capsys.readouterr().err
 
 
+def test_a_name_without_a_file_costs_one_line(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, good = work / "runs" / "bytes", sorted((work / "bytes" / "c0").glob("*.png"))[:2]
+    assert run_cli("predict", run, good[0], tmp_path / "none.png", good[1]) == 1
+    printed = capsys.readouterr()
+    assert [line.split("\t")[0] for line in printed.out.splitlines()] == [str(file) for file in good]
+    assert printed.err.startswith(f"selfconv: {tmp_path / 'none.png'}: expected an image, a folder of images")
+    assert printed.err.endswith("got no such file\n")
+    assert run_cli("predict", run, tmp_path / "none.png") == 2
+
+
+def test_predict_finds_the_files_that_training_finds(work: Path, tmp_path: Path) -> None:
+    good = sorted((work / "bytes" / "c0").glob("*.png"))[:3]
+    (tmp_path / "deep" / ".hidden").mkdir(parents=True)
+    for file, name in zip(good, ("a.png", "deep/b", "deep/.hidden/c.png"), strict=True):
+        shutil.copy(file, tmp_path / name)
+    (tmp_path / "._a.png").write_text("x")
+    found = predict(open_trained(work / "runs" / "bytes"), [tmp_path])
+    assert [p.file for p in found] == [str(tmp_path / "a.png"), str(tmp_path / "deep" / "b")]
+
+
+def test_values_outside_the_training_range_cause_a_warning(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = work / "runs" / "deep"
+    for path in sorted((work / "deep").rglob("*.tif"))[:40]:
+        (tmp_path / "bright" / path.parent.name).mkdir(parents=True, exist_ok=True)
+        bright = tifffile.imread(path) * 4
+        bright[:12] = 40_000  # of 16 rows
+        tifffile.imwrite(tmp_path / "bright" / path.parent.name / path.name, bright)
+    files = sorted((tmp_path / "bright").rglob("*.tif"))
+    assert run_cli("predict", run, *files) == 0
+    [line] = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(
+        r"selfconv: warning: deep: [78]\d% of the values are above the training range 0 to 4095: "
+        r"--range LOW,HIGH gives the range of these files",
+        line,
+    )
+    assert run_cli("predict", run, *files, "--range", "0,65535") == 0
+    assert capsys.readouterr().err == ""
+    with pytest.warns(UserWarning, match=r"bright: [78]\d% of the values are above the training range 0 to"):
+        open_trained(run).open_data(tmp_path / "bright")
+
+
 def test_formats(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stack = np.stack(
         [np.array(Image.open(file)) for file in sorted((work / "bytes" / "c1").glob("*.png"))[:2]]
@@ -186,9 +232,7 @@ def test_a_folder_that_has_grown_is_tested_without_the_training_images(work: Pat
     new = digits_image(1)
     new.save(elsewhere / "c0" / "new.png")
     seen = counts["train"] + counts["val"]
-    with pytest.warns(
-        UserWarning, match=f"elsewhere: {seen} of 161 images are left out: the model was"
-    ):
+    with pytest.warns(UserWarning, match=f"elsewhere: {seen} of 161 images are left out: the model was"):
         split = trained.test_images(trained.open_data(elsewhere))
     assert sorted(split.names) == sorted([*own.test.names, "c0/new.png"])
     (elsewhere / "c0" / "new.png").unlink()
@@ -215,8 +259,8 @@ def test_runs_without_hashes_of_their_images(work: Path, tmp_path: Path) -> None
     elsewhere = copy_of(work, tmp_path)
     digits_image(1).save(elsewhere / "c0" / "new.png")
     (place / "seen_images.bin").unlink()
+    trained = open_trained(place)
     with pytest.warns(UserWarning, match="a run of an earlier version, without hashes of its images"):
-        trained = open_trained(place)
         assert len(trained.test_images(trained.open_data(elsewhere))) == 161
     (place / "seen_images.bin").write_bytes(b"1234567")
     with pytest.raises(RunError, match=r"seen_images.bin: expected 8 bytes for each image; got 7"):

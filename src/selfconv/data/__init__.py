@@ -10,9 +10,16 @@
 
 from selfconv.data.batches import Augment, Batches, Rotation, normalise
 from selfconv.data.dataset import MAX_PIXELS, DataInfo, Dataset, MissingDataError, describe_channels
-from selfconv.data.images import IMAGE_FORMATS, IMAGE_SUFFIXES, read_image, read_images, require_image_readers
+from selfconv.data.images import (
+    IMAGE_FORMATS,
+    is_image_name,
+    read_image,
+    read_images,
+    require_image_readers,
+)
 from selfconv.data.load import load_data
 from selfconv.data.pixels import (
+    Clipping,
     DataError,
     GroupError,
     PixelRange,
@@ -27,10 +34,10 @@ from selfconv.data.stored import Split, Stack
 
 __all__ = [
     "IMAGE_FORMATS",
-    "IMAGE_SUFFIXES",
     "MAX_PIXELS",
     "Augment",
     "Batches",
+    "Clipping",
     "DataError",
     "DataInfo",
     "Dataset",
@@ -45,6 +52,7 @@ __all__ = [
     "fit",
     "image_hashes",
     "imitation",
+    "is_image_name",
     "load_data",
     "normalise",
     "parse_range",

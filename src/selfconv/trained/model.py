@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from selfconv._files import describe_folder, file_sha256, read_as
 from selfconv._memory import machine_memory
 from selfconv.data import (
+    Clipping,
     DataInfo,
     Dataset,
     GroupError,
@@ -132,6 +133,8 @@ class TrainedModel:
                 f"{self.name}: expected {self.data.pixels.dtype} values, as the training images have; "
                 f"{os.fspath(source)} has {data.pixels.dtype}: give their range with --range"
             )
+        if own:
+            warn_of_clipping(data.name, data.clipping, self.data.pixels)
         return data
 
     def test_images(self, data: Dataset) -> Split:
@@ -308,6 +311,15 @@ def _check_images(model: ResNet, info: DataInfo, folder: Path) -> None:
         raise RunError(
             f"{folder}: images of {info.size}×{info.size} need about {needed / 1e9:.1f} GB of memory; "
             f"this machine has {memory / 1e9:.1f} GB"
+        )
+
+
+def warn_of_clipping(what: str, clipping: Clipping, pixels: PixelRange) -> None:
+    """Warns if files have more than a few values outside the range of the training images."""
+    if (outside := clipping.describe()) is not None:
+        warnings.warn(
+            f"{what}: {outside} the training range {pixels}: --range LOW,HIGH gives the range of these files",
+            stacklevel=3,
         )
 
 

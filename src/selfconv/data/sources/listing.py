@@ -15,7 +15,7 @@ import numpy as np
 from selfconv._files import check_file
 from selfconv.data.dataset import Dataset, SourcePart, build
 from selfconv.data.decoding import decode_all, files_key
-from selfconv.data.images import IMAGE_SUFFIXES, Item, require_image_readers, stack_items
+from selfconv.data.images import IMAGE_SUFFIXES, Item, is_image_name, require_image_readers, stack_items
 from selfconv.data.pixels import DataError, GroupError, UnreadableError
 from selfconv.data.splits import Labels, check_groups, split_off
 
@@ -51,7 +51,7 @@ def load_listing(listing: Listing, *, seed: int, validation: float, **decoding: 
     require_image_readers()
     items = [item for part in listing.parts.values() for item in part.items]
     check_groups(listing.what, {name: part.groups for name, part in listing.parts.items()})
-    stack, pixels = decode_all(listing.name, items, listing.key(), **decoding)
+    stack, pixels, clipping = decode_all(listing.name, items, listing.key(), **decoding)
     arrays, start = {}, 0
     for name, part in listing.parts.items():
         rows = np.arange(start, start + len(part.items))
@@ -75,6 +75,7 @@ def load_listing(listing: Listing, *, seed: int, validation: float, **decoding: 
         seed=seed,
         validation=validation,
         pixels=pixels,
+        clipping=clipping,
         has_test_part=has_test_part,
     )
 
@@ -158,14 +159,31 @@ def _scan_parts(root: Path, folders: list[Path], ignored: list[Path]) -> dict[st
 
 def _scan_classes(root: Path, folders: list[Path], ignored: list[Path]) -> Files:
     classes: Files = {}
+    deeper: list[tuple[Path, str]] = []
     for folder in folders:
         images = classes[folder.name] = []
-        for path in _visible(folder):
-            if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file():
+        for path in _files_in(folder):
+            if is_image_name(path):
                 images += _items(path, path.relative_to(root).as_posix(), root)
+                deeper += [(path, folder.name)] if path.parent != folder else []
             else:
                 ignored.append(path)
+    if deeper:
+        first, name = deeper[0]
+        warnings.warn(
+            f"{root}: {len(deeper)} images are in folders within the folder of a class and count for it, "
+            f"{first.relative_to(root)} for {name!r} first",
+            stacklevel=6,
+        )
     return classes
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """All that is in a folder and its folders, in order of name, but nothing hidden, and no folders."""
+    found: list[Path] = []
+    for path in _visible(folder):
+        found += _files_in(path) if path.is_dir() and not path.is_symlink() else [path]
+    return found
 
 
 def _items(path: Path, name: str, what: Path) -> list[Item]:

@@ -259,7 +259,10 @@ class TestReadImage:
         ("array", "why"),
         [
             (np.full((4, 4), 4080, np.uint16), "got uint16, 4080 to 4080: give .* --range 0,4095"),
-            (np.full((4, 4), 70_000, np.int32), "got int32, 70000 to 70000: give .* --range 70000,70000"),
+            (
+                np.full((4, 4), 70_000, np.int32),
+                "got int32, 70000 to 70000: give .* --range LOW,HIGH of all files",
+            ),
             (np.full((4, 4), 0.5, np.float32), "got float32, 0.5 to 0.5: give their range, such as --range"),
         ],
     )

@@ -21,7 +21,7 @@ from selfconv.cli import command_line
 from selfconv.data import load_data
 from selfconv.explorer._server import read_upload
 from selfconv.train import RunError, train
-from selfconv.trained import evaluate, export, open_trained, predict
+from selfconv.trained import evaluate, evaluation, export, open_trained, predict
 
 KINDS = ("bytes", "deep", "floats")
 
@@ -159,7 +159,7 @@ def test_values_outside_the_training_range_cause_a_warning(
     work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = work / "runs" / "deep"
-    for path in sorted((work / "deep").rglob("*.tif"))[:40]:
+    for path in sorted((work / "deep").rglob("*.tif"))[::4]:
         (tmp_path / "bright" / path.parent.name).mkdir(parents=True, exist_ok=True)
         bright = tifffile.imread(path) * 4
         bright[:12] = 40_000  # of 16 rows
@@ -176,6 +176,47 @@ def test_values_outside_the_training_range_cause_a_warning(
     assert capsys.readouterr().err == ""
     with pytest.warns(UserWarning, match=r"bright: [78]\d% of the values are above the training range 0 to"):
         open_trained(run).open_data(tmp_path / "bright")
+
+
+def test_grey_and_colour_are_converted_in_evaluation_as_in_prediction(work: Path, tmp_path: Path) -> None:
+    trained = open_trained(work / "runs" / "bytes")
+    for path in sorted((work / "bytes").rglob("*.png"))[::4]:
+        (tmp_path / "colour" / path.parent.name).mkdir(parents=True, exist_ok=True)
+        grey = np.array(Image.open(path))
+        coloured = np.stack([grey, grey // 2, 255 - grey], -1)
+        Image.fromarray(coloured).save(tmp_path / "colour" / path.parent.name / path.name)
+    data = trained.open_data(tmp_path / "colour").everything
+    assert data.shape[1] == 1
+    for image, name in zip(data.images[:5], data.names[:5], strict=True):
+        assert torch.equal(image, trained.read_image(tmp_path / "colour" / name))
+    grey_in_colour = load_data(work / "bytes", channels=3)
+    assert grey_in_colour.in_channels == 3
+
+
+def test_results_that_cannot_be_saved_are_printed(
+    work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(evaluation, "write_json", refuse)
+    monkeypatch.chdir(work)
+    assert run_cli("evaluate", work / "runs" / "bytes") == 2
+    printed = capsys.readouterr()
+    assert "balanced accuracy" in printed.out
+    assert "the results cannot be saved (Permission denied): give another folder with --out" in printed.err
+
+
+def test_training_prints_its_range_and_that_it_stopped_early(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config(work / "deep", epochs=9, lr=1e-9, patience=1, keep="best")  # learns nothing
+    record = train(config, tmp_path / "run")
+    lines = capsys.readouterr().out.splitlines()
+    assert "values 0 to 4095 (uint16)" in lines
+    assert record.epochs < 9
+    assert f"after {record.epochs} epochs, stopped early (--patience 1), weights of epoch " in lines[-1]
+    assert f"weights of epoch {record.kept_epoch}, " in lines[-1]
 
 
 def test_formats(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -379,8 +379,9 @@ def _check_classes(
     present = np.unique(labels["train"])
     if len(present) < count:
         missing = np.setdiff1d(np.arange(min(count, len(present) + 1)), present)[0]
+        called = missing if class_names is None else repr(class_names[missing])
         raise DataError(
             f"{name}: expected images to train on for each of {count} classes (labels count from 0); "
-            f"got none for {count - len(present)} of them, class {missing} first"
+            f"got none for {count - len(present)} of them, class {called} first"
         )
     return tuple(class_names) if class_names is not None else tuple(map(str, range(count)))

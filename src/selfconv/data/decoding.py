@@ -62,6 +62,7 @@ class ArrayLayout:
     pixels: PixelRange
     range_is_final: bool  # False: ``pixels`` is all of uint16, and the range is chosen after decoding
     clipping: Clipping = field(default_factory=Clipping)  # of all files, once they are decoded
+    fixed_channels: bool = False  # colour stays colour, even if every image is grey
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -102,18 +103,20 @@ def decode_all(
     pixel_range: str,
     memory: float | None,
     cache: Path,
+    channels: int | None = None,
 ) -> tuple[Stack, PixelRange, Clipping]:
     """All images, the range of their values, and how many are outside.
 
     Args:
         what: the data set, for messages.
         key: a digest of the files.
+        channels: to convert the images to, grey or colour; by default colour if any image is in colour.
         memory: limit in bytes; larger arrays are written to the cache and memory-mapped. None: a quarter of
             the machine's memory.
     """
     parse_range(pixel_range)
     limit = MEMORY_FRACTION * machine_memory() if memory is None else memory
-    options = json.dumps([CACHE_VERSION, key, image_size, pixel_range])
+    options = json.dumps([CACHE_VERSION, key, image_size, pixel_range, channels])
     folder = cache / "images" / hashlib.sha256(options.encode()).hexdigest()[:32]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         reader = _Reader(what, items, pool)
@@ -122,7 +125,7 @@ def decode_all(
         layout = (
             _read_layout(folder, len(items))
             if (folder / "layout.json").exists()
-            else reader.layout(image_size, pixel_range)
+            else reader.layout(image_size, pixel_range, channels)
         )
         if layout.nbytes <= limit:
             return _in_memory(reader, layout)
@@ -141,7 +144,7 @@ class _Reader:
     def __init__(self, what: str, items: Sequence[Item], pool: ThreadPoolExecutor) -> None:
         self.what, self.items, self.pool = what, items, pool
 
-    def layout(self, image_size: int | None, pixel_range: str) -> ArrayLayout:
+    def layout(self, image_size: int | None, pixel_range: str, given: int | None) -> ArrayLayout:
         """Reads all headers, and, if the range has to be found, the values."""
 
         def header(item: Item) -> Header | None:
@@ -167,7 +170,15 @@ class _Reader:
             )
         dtypes = {one.dtype for _, one in headers} or {"uint8"}
         pixels, final = self._range(pixel_range, dtypes)
-        return ArrayLayout(len(self.items), image_size or common, max(channels), pixels, final)
+        found_channels = max(channels) if given is None else given
+        return ArrayLayout(
+            len(self.items),
+            image_size or common,
+            found_channels,
+            pixels,
+            final,
+            fixed_channels=given is not None,
+        )
 
     def _range(self, pixel_range: str, dtypes: set[str]) -> tuple[PixelRange, bool]:
         if pixel_range == "auto" and dtypes == {"uint16"}:
@@ -237,7 +248,7 @@ class _Reader:
 
 def final_layout(layout: ArrayLayout, chunks: Sequence[ChunkSummary]) -> ArrayLayout:
     """The layout with one channel if every image is grey, and the range that the values use."""
-    grey = layout.channels == 3 and all(chunk.grey for chunk in chunks)
+    grey = layout.channels == 3 and not layout.fixed_channels and all(chunk.grey for chunk in chunks)
     pixels = layout.pixels
     if not layout.range_is_final:
         highest = float(max(chunk.highest for chunk in chunks))

@@ -128,6 +128,11 @@ class PixelRange:
             scaled = _resize(torch.from_numpy(scaled)[None], size)[0].numpy()
         return np.rint(scaled).astype(self.stored_as)
 
+    def describe(self) -> str:
+        """The range and the type of the values: ``values 0 to 4095 (uint16)``."""
+        kind = "several types" if self.dtype is None else self.dtype
+        return f"values in {self} ({kind})" if self.by_type else f"values {self} ({kind})"
+
     def __str__(self) -> str:
         if self.by_type:
             return "the range of each file's type"
@@ -137,7 +142,8 @@ class PixelRange:
 def _suggested(values: NDArray) -> str:
     if values.dtype.kind == "u":
         return f"0,{_full_scale(int(values.max()))}"
-    return f"{values.min()},{values.max()}"
+    shares = values.dtype.kind == "f" and values.min() >= 0 and values.max() <= 1
+    return "dtype, which is 0 to 1" if shares else "LOW,HIGH of all files"  # those of one file say little
 
 
 def _full_scale(highest: int) -> int:

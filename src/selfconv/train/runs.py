@@ -176,10 +176,13 @@ def with_data_path(config: RunConfig, folder: Path | None) -> RunConfig:
     return config.replaced("data", source=path) if Path(path).exists() else config
 
 
-def open_data(config: RunConfig, *, folder: Path | None = None, download: bool = True) -> Dataset:
+def open_data(
+    config: RunConfig, *, folder: Path | None = None, channels: int | None = None, download: bool = True
+) -> Dataset:
     """The data set of a run.
 
     Args:
+        channels: to convert image files to, as ``load_data`` does.
         folder: the run's folder; place.json in it has the absolute path.
 
     Raises:
@@ -190,6 +193,7 @@ def open_data(config: RunConfig, *, folder: Path | None = None, download: bool =
     data = load_data(
         options.source,
         **options.for_loading(),
+        channels=channels,
         memory=None if config.hardware.memory is None else config.hardware.memory * 1e9,
         download=download,
     )

@@ -119,10 +119,12 @@ class TrainedModel:
             pixel_range=pixel_range,
             subset=None,
         )
+        # grey files in colour and the reverse, as predict reads them; other channels are as they are
+        channels = self.data.in_channels if self.data.in_channels in (1, 3) else None
         try:
-            data = open_data(config)  # in groups, so that the training images are found where they have moved
+            data = open_data(config, channels=channels)  # in groups, so that a folder that has moved is known
         except GroupError:
-            data = open_data(config.replaced("data", group_by=None))
+            data = open_data(config.replaced("data", group_by=None), channels=channels)
         (ours, theirs) = (_classes_and_channels(info) for info in (self.data, DataInfo.of(data)))
         known = {*self.data.class_names} & {*data.class_names}
         if not known or self.data.in_channels != data.in_channels:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from PIL import Image
+from PIL import Image, ImageOps
 
-from selfconv.data import DataError, PixelRange, load_data, read_image
+from selfconv.data import Clipping, DataError, PixelRange, fit, load_data, read_image, read_images
 from selfconv.data import images as images_module
 from selfconv.data.images import Item, read_values
-from selfconv.data.pixels import choose_range
+from selfconv.data.pixels import _resize, choose_range
 
 RANDOM = np.random.default_rng(0)
 
@@ -124,6 +125,98 @@ class TestFiles:
         assert np.array_equal(read_image(tmp_path / "x.tif", 8, 4).permute(1, 2, 0), array)
         with pytest.raises(DataError, match=r"x.tif: expected 3 channels; got 4$"):
             read_image(tmp_path / "x.tif", 8, 3)
+
+    @pytest.mark.parametrize("planar", ["contig", "separate"])
+    def test_eight_bits_in_three_channels_that_are_not_declared_colours(
+        self, tmp_path: Path, planar: str
+    ) -> None:
+        array = noise(8, 8, 3, dtype=np.uint8, high=256)
+        stored = array if planar == "contig" else array.transpose(2, 0, 1)
+        tifffile.imwrite(tmp_path / "x.tif", stored, photometric="minisblack", planarconfig=planar)
+        assert np.array_equal(read_image(tmp_path / "x.tif", 8, 3).permute(1, 2, 0), array)
+
+    @pytest.mark.parametrize("kind", ["grey", "white", "colour", "palette", "bits"])
+    @pytest.mark.parametrize("compression", [None, "deflate"])
+    def test_shallow_tiffs_upright(self, tmp_path: Path, kind: str, compression: str | None) -> None:
+        shape = (7, 12, 3) if kind == "colour" else (7, 12)
+        array = noise(*shape, dtype=np.uint8, high=256)
+        options: dict[str, Any] = {"compression": compression}
+        options["photometric"] = {"colour": "rgb", "white": "miniswhite"}.get(kind, "minisblack")
+        shown = array
+        if kind == "white":
+            shown = 255 - array
+        elif kind == "palette":
+            colours = noise(3, 256, high=256).astype(np.uint16) * 257
+            options |= {"photometric": "palette", "colormap": colours}
+            shown = (colours.T[array] >> 8).astype(np.uint8)
+        elif kind == "bits":
+            array = array > 127
+            shown = array * np.uint8(255)
+        colour = shown if shown.ndim == 3 else np.repeat(shown[..., None], 3, -1)
+        for orientation in range(1, 9):
+            tifffile.imwrite(tmp_path / "x.tif", array, extratags=[(274, 3, 1, orientation, True)], **options)
+            exif = Image.Exif()
+            exif[274] = orientation
+            Image.fromarray(colour).save(tmp_path / "x.png", exif=exif)
+            expected = read_values(Item("x", tmp_path / "x.png"))
+            found = read_values(Item("x", tmp_path / "x.tif"))
+            assert np.array_equal(found, expected), orientation
+            sides = [images_module.read_header(Item("x", tmp_path / f"x.{s}"))[:2] for s in ("tif", "png")]
+            assert sides[0] == sides[1]
+            small = [read_image(tmp_path / f"x.{s}", 5, 3) for s in ("tif", "png")]
+            assert torch.equal(*small)
+
+    def test_deep_ppm(self, tmp_path: Path) -> None:
+        array = noise(6, 5, 3, high=65536)
+        (tmp_path / "x.ppm").write_bytes(b"P6 # made here\n5 6\n65535\n" + array.astype(">u2").tobytes())
+        assert np.array_equal(read_values(Item("x", tmp_path / "x.ppm")), array)
+        low = noise(6, 5, 3)
+        (tmp_path / "x.ppm").write_bytes(b"P6\n5 6\n4095\n" + low.astype(">u2").tobytes())
+        assert np.array_equal(read_values(Item("x", tmp_path / "x.ppm")), np.rint(low * (65535 / 4095)))
+        (tmp_path / "x.ppm").write_text("P3\n1 1\n4095\n1 2 3\n")
+        with pytest.raises(DataError, match=r"expected a PPM of up to 16 bits, in binary \(P6\)"):
+            read_image(tmp_path / "x.ppm", 1, 3)
+        (tmp_path / "x.ppm").write_text("P3\n1 1\n255\n1 2 3\n")
+        assert read_image(tmp_path / "x.ppm", 1, 3).flatten().tolist() == [1, 2, 3]
+
+    def test_pfm(self, tmp_path: Path) -> None:
+        array = RANDOM.normal(size=(6, 5)).astype("<f4")
+        (tmp_path / "x.pfm").write_bytes(b"Pf\n5 6\n-1.0\n" + array[::-1].tobytes())
+        found = read_values(Item("x", tmp_path / "x.pfm"))
+        assert found.dtype == np.float32
+        assert np.array_equal(found[..., 0], array)
+
+    @pytest.mark.parametrize("shape", [(3, 20, 20), (2, 20, 30), (4, 9, 9), (5, 3, 16, 16)])
+    def test_arrays_with_channels_first(self, tmp_path: Path, shape: tuple[int, ...]) -> None:
+        array = noise(*shape, dtype=np.uint8, high=256)
+        np.save(tmp_path / "x.npy", array)
+        for read in (read_image, read_images):
+            with pytest.raises(
+                DataError, match=r"x.npy: expected channels last, \[H, W, C\], or \[N, H, W, 1"
+            ):
+                read(tmp_path / "x.npy", 8, 1)
+        if array.ndim == 3:
+            np.save(tmp_path / "x.npy", array[..., None])
+            assert len(read_images(tmp_path / "x.npy", 8, 1)) == len(array)
+
+    @pytest.mark.parametrize("shape", [(20, 33), (33, 20), (7, 40), (41, 40), (9, 6)])
+    @pytest.mark.parametrize("size", [5, 16, 40])
+    def test_one_geometry_for_all_depths(self, tmp_path: Path, shape: tuple[int, int], size: int) -> None:
+        array = noise(*shape, dtype=np.uint8, high=256)
+        Image.fromarray(array).save(tmp_path / "x.png")
+        tifffile.imwrite(tmp_path / "x.tif", array.astype(np.uint16))
+        shallow = read_image(tmp_path / "x.png", size, 1).int()
+        deep = read_image(tmp_path / "x.tif", size, 1, pixels=PixelRange("uint16", 0, 255)).int()
+        stack = fit(array[None, ..., None], size)[0, ..., 0]
+        assert (shallow - deep).abs().max() <= 1
+        assert (shallow[0] - torch.from_numpy(stack).int()).abs().max() <= 1
+        exact = ImageOps.fit(
+            Image.fromarray(array.astype(np.float32)), (size, size), Image.Resampling.BILINEAR
+        )
+        found = _resize(torch.from_numpy(array.astype(np.float64))[None, ..., None], size)[0, ..., 0]
+        assert (
+            np.abs(found.numpy() - np.array(exact)).max() < 1e-3
+        )  # not yet rounded; Pillow rounds bytes twice
 
     def test_upright(self, tmp_path: Path) -> None:
         array = noise(6, 5)
@@ -265,11 +358,63 @@ class TestRange:
         data = load_data(tmp_path / "cells", pixel_range="-0.5,1.5")
         check_values(data, {name: np.rint((v + 0.5) / 2 * 65535) for name, v in values.items()})
 
+    @pytest.mark.parametrize(("high", "text"), [(1, "auto"), (2, "auto"), (100, "auto"), (1, "0,1")])
+    @pytest.mark.parametrize("source", ["folder", "npz"])
+    def test_floating_point_is_not_counted_in_integers(
+        self, tmp_path: Path, high: int, text: str, source: str
+    ) -> None:
+        stack = (RANDOM.random((20, 20, 20)) * high).astype(np.float32)
+        stack[::2, 0, 0], stack[::2, 0, 1] = 0, high
+        place = tmp_path / "x.npz"
+        if source == "npz":
+            labels = np.arange(10) % 2
+            np.savez(place, x_train=stack[:10], y_train=labels, x_test=stack[10:], y_test=labels)
+        else:
+            for label, part in (("a", stack[:10]), ("b", stack[10:])):
+                (tmp_path / label).mkdir()
+                np.save(tmp_path / label / "x.npy", part)
+            place = tmp_path
+        data = load_data(place, pixel_range=text)
+        assert (data.pixels.low, data.pixels.high, data.train.levels) == (0, high, 65535)
+        stored = np.sort(data.everything.images.numpy().astype(float).ravel()) / 65535 * high
+        assert np.abs(stored - np.sort(stack.ravel())).max() <= 0.5001 / 65535 * high
+
+    def test_levels(self) -> None:
+        """Of integers as many as there are in the range; of other and of mixed types the most."""
+        ranges = [
+            (PixelRange(), 255),
+            (PixelRange("int16", -5, 5), 10),
+            (PixelRange("uint16", 0, 4095), 4095),
+            (PixelRange("uint16", 0, 0.5), 65535),
+            (PixelRange("float32", 0, 1), 65535),
+            (PixelRange(None, 0, 1), 65535),
+            (PixelRange("uint8", 0, 255, by_type=True), 255),
+            (PixelRange("float64", 0, 65535, by_type=True), 65535),
+        ]
+        assert [given.levels for given, _ in ranges] == [levels for _, levels in ranges]
+
     def test_values_outside_are_clipped(self, tmp_path: Path) -> None:
         values = gallery(tmp_path / "cells", dtype=np.uint8, high=256)
         data = load_data(tmp_path / "cells", pixel_range="10,200")
         assert data.train.levels == 190
         check_values(data, {name: np.clip(v, 10, 200) - 10 for name, v in values.items()})
+
+    @pytest.mark.parametrize("memory", [None, 0.0])
+    def test_values_outside_are_counted(self, tmp_path: Path, memory: float | None) -> None:
+        for name, values in (("a", [0, 10, 20, 30]), ("b", [40, 50, 60, 70])):
+            (tmp_path / "x" / name).mkdir(parents=True)
+            for i in range(5):
+                array = np.array(values, np.int16).reshape(2, 2) + (i == 0)
+                tifffile.imwrite(tmp_path / "x" / name / f"{i}.tif", array)
+        for _ in range(2):  # the second time from the cache, if there is one
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                data = load_data(tmp_path / "x", pixel_range="15,65", memory=memory, cache=tmp_path / "cache")
+            assert data.clipping == Clipping(40, 10, 5)
+        assert data.clipping.describe() == "25% of the values are below, 12% above"
+        assert Clipping(1000, 0, 760).describe() == "76% of the values are above"
+        assert Clipping(1000, 0, 5).describe() == "0.5% of the values are above"
+        assert Clipping(10_000, 1, 5).describe() is None
 
     def test_types(self, tmp_path: Path) -> None:
         values = gallery(tmp_path / "cells")

@@ -83,9 +83,27 @@ class TestFolder:
         (root / "readme.txt").write_text("x")
         assert len(load_data(root).train) == 14  # without a warning
         (root / "dog" / "raw").mkdir()
+        (root / "dog" / "raw" / "b.heic").write_text("x")
+        (root / "dog" / "raw" / ".c.png").write_text("x")
         (root / "dog" / "a.heic").write_text("x")
         with pytest.warns(UserWarning, match=r"2 entries that are not images ignored, dog/a.heic first"):
             load_data(root)
+
+    def test_folders_within_a_class(self, tmp_path: Path) -> None:
+        root = gallery(tmp_path / "pets")
+        paint(root / "dog" / "2024" / "may" / "x.png", 77)
+        paint(root / "cat" / "y.png", 78)
+        (root / "cat" / "y.png").rename(root / "cat" / "scan")  # no suffix: known by its content
+        (root / "cat" / "notes").write_text("text")
+        with pytest.warns(UserWarning, match="pets: 1 ") as found:
+            data = load_data(root)
+        first, second = sorted(str(warning.message) for warning in found)
+        assert "pets: 1 entries that are not images ignored, cat/notes first" in first
+        assert "pets: 1 images are in folders within the folder of a class and count for it, " in second
+        assert "dog/2024/may/x.png for 'dog' first" in second
+        everything = data.everything
+        labels = dict(zip(everything.names, everything.labels.tolist(), strict=True))
+        assert (len(labels), labels["dog/2024/may/x.png"], labels["cat/scan"]) == (22, 1, 0)
 
     @pytest.mark.parametrize("kind", ["png", "jpg", "JPEG", "bmp", "gif", "tif", "webp", "ppm"])
     def test_kinds_of_files(self, tmp_path: Path, kind: str) -> None:
@@ -241,7 +259,10 @@ class TestReadImage:
         ("array", "why"),
         [
             (np.full((4, 4), 4080, np.uint16), "got uint16, 4080 to 4080: give .* --range 0,4095"),
-            (np.full((4, 4), 70_000, np.int32), "got int32, 70000 to 70000: give .* --range 70000,70000"),
+            (
+                np.full((4, 4), 70_000, np.int32),
+                "got int32, 70000 to 70000: give .* --range LOW,HIGH of all files",
+            ),
             (np.full((4, 4), 0.5, np.float32), "got float32, 0.5 to 0.5: give their range, such as --range"),
         ],
     )

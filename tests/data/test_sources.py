@@ -272,7 +272,7 @@ class TestNpz:
                 "x_train: .* got none$",
             ),
             ({"class_names": np.array(["a", "b", "c"])}, r"expected labels 0\.\.2 for 3 class names; got 3$"),
-            ({"class_names": np.array(list("abcde"))}, "got none for 1 of them, class 4 first$"),
+            ({"class_names": np.array(list("abcde"))}, "got none for 1 of them, class 'e' first$"),
             ({"class_names": np.arange(4)}, "class_names: expected strings"),
             ({"class_names": np.array([["a", "b"]])}, "class_names: expected strings"),
         ],

@@ -139,10 +139,51 @@ class TestManifest:
             ),
             (["path,label", "x.png,"], "line 2: expected a path and a label; got an empty one"),
             (["path,label", "x.png,a,b"], "line 2: expected as many columns as the first line has"),
-            (["path,label", "x.png,a", "x.png,b"], "No such file or directory|cannot be read"),
+            (["path,label", "x.png,a", "x.png,b"], "line 3: expected one label for each path"),
             (["path,label,split", "x.png,a,test"], "expected images to train on; got split test alone"),
         ],
     )
     def test_errors(self, tmp_path: Path, lines: list[str], why: str) -> None:
         with pytest.raises(DataError, match=why):
             load_data(manifest(tmp_path / "x.csv", *lines))
+
+    @pytest.mark.parametrize(
+        ("lines", "group_by", "why"),
+        [
+            (("path;label", "1.png;a"), None, "no path: separate columns by commas, not semicolons"),
+            (
+                ("path,label", "", "", "1.png,a", "9.png,b"),
+                None,
+                r"line 5: no such file: 9.png; 1 of 2",
+            ),
+            (("path,label", "1.png,a", "1.png,b"), None, r"line 3: .*1.png is 'b', and 'a' in line 2$"),
+            (
+                ("path,label,slide", "1.png,a,x", "2.png,b,y"),
+                "slied",
+                "columns path, label, slide;",
+            ),
+        ],
+    )
+    def test_what_is_wrong_in_a_list(
+        self, tmp_path: Path, lines: tuple[str, ...], group_by: str | None, why: str
+    ) -> None:
+        for name in ("1.png", "2.png"):
+            Image.new("L", (8, 8)).save(tmp_path / name)
+        with pytest.raises(DataError, match=why):
+            load_data(manifest(tmp_path / "x.csv", *lines), group_by=group_by)
+
+    def test_spaces_and_empty_groups(self, tmp_path: Path) -> None:
+        rows = []
+        for i in range(40):
+            Image.fromarray(np.full((8, 8), 6 * i, np.uint8)).save(tmp_path / f"{i}.png")
+            rows.append(f"{i}.png, {'ab'[i % 2]} ,{'' if i < 30 else 'one'}")
+        data = load_data(manifest(tmp_path / "x.csv", "path, label ,group", *rows))
+        assert data.class_names == ("a", "b")
+        assert min(len(part) for part in data.parts) > 0
+        parts = [{int(name.split(".")[0]) for name in part.names} for part in data.parts]
+        assert sum(bool(part & {*range(30, 40)}) for part in parts) == 1  # the group stays together
+        assert sum(bool(part & {*range(30)}) for part in parts) > 1  # those without one do not
+
+    def test_parquet_that_does_not_exist(self, tmp_path: Path) -> None:
+        with pytest.raises(DataError, match="no such file or folder"):
+            load_data(tmp_path / "x.parquet")

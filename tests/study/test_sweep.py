@@ -130,6 +130,9 @@ def test_a_recipe_for_all_networks() -> None:
     plan = make_plan("cifar10", Budget(recipe="short", epochs=12, seeds=1))
     assert {trial.config.recipe for trial in plan.trials} == {replace(short_recipe(), epochs=12)}
     assert "the recipe 'short' instead of the paper's" in plan.reduced
+    own = make_plan("rotation", Budget(data="cells", range="0,4095", group_by="slide"))
+    assert {(t.config.data.pixel_range, t.config.data.group_by) for t in own.trials} == {("0,4095", "slide")}
+    assert (plan.data.pixel_range, plan.data.group_by) == ("auto", None)
     rotation = make_plan("rotation", Budget(recipe="fast"))
     assert [trial.config.recipe.rotate for trial in rotation.trials] == [
         "none", "any", "any", "none", "none", "any", "none",

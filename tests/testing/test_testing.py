@@ -66,6 +66,13 @@ class PositionBias(nn.Module):
         return x + ramp + ramp.flip(0) * 0.5 + ramp[:, None]
 
 
+def test_a_size_at_which_no_shift_is_tested_is_not_called_equivariant_to_shifts() -> None:
+    plane = audit(nn.Conv2d(2, 2, 3, padding=1), 3)
+    assert plane.summary() == "not tested at 3x3: no map is large enough to shift"
+    group = audit(nn.Conv2d(2, 2, 1), 16)
+    assert "equivariant to shifts at 16x16" in group.summary()
+
+
 def test_error_is_per_element_and_relative() -> None:
     errors = equivariance_error(nn.Conv2d(1, 1, 3, padding=1), torch.randn(1, 1, 6, 6), "p4")
     assert errors[0] == 0

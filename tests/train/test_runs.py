@@ -298,6 +298,15 @@ def test_a_checkpoint_belongs_to_its_run_whatever_options_a_later_version_has(
     assert run.digest == before
 
 
+def test_a_full_disk_before_the_first_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(RunError, match=r"No space left on device.*; there is no earlier one"):
+        checkpoints.write(tmp_path, small(1, 1.0))
+
+
 def test_a_full_disk_loses_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints.write(tmp_path, small(1, 1.0))
     checkpoints.write(tmp_path, small(2, 2.0))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -17,25 +19,35 @@ from PIL import Image
 from selfconv import _text
 from selfconv.cli import command_line
 from selfconv.data import load_data
-from selfconv.train import train
-from selfconv.trained import export, open_trained, predict
+from selfconv.explorer._server import read_upload
+from selfconv.train import RunError, train
+from selfconv.trained import evaluate, evaluation, export, open_trained, predict
+
+KINDS = ("bytes", "deep", "floats")
+
+
+def digits_image(number: int) -> Image.Image:
+    """A test image of the digits, none of which is in the folders."""
+    return Image.fromarray(load_data("digits").test.images[number, 0].numpy())
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Digits of 8 bits as PNG, of 12 bits in 16 as TIFF, and a run on each, of relative paths."""
+    """Digits of 8 bits as PNG, of 12 bits in 16 and of 0 to 1 as TIFF, a run on each, of relative paths."""
     folder = tmp_path_factory.mktemp("own")
     digits = load_data("digits", validation=0).train
     for index in range(160):
         pixels, label = digits.images[index, 0].numpy(), int(digits.labels[index]) % 3
-        for name in ("bytes", "deep"):
+        for name in KINDS:
             (folder / name / f"c{label}").mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(folder / "bytes" / f"c{label}" / f"{index:03}.png")
         deep = np.rint(pixels * (4095 / 255)).astype(np.uint16)
         tifffile.imwrite(folder / "deep" / f"c{label}" / f"{index:03}.tif", deep)
+        shares = (pixels / 255).astype(np.float32)
+        tifffile.imwrite(folder / "floats" / f"c{label}" / f"{index:03}.tif", shares)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        for name in ("bytes", "deep"):
+        for name in KINDS:
             train(tiny_config(Path(name), "resnet29_asc", epochs=1), Path("runs") / name, quiet=True)
     return folder
 
@@ -68,6 +80,38 @@ def test_the_range_is_part_of_an_export(
     assert "values 0..4095 as in the files -> logits [N, 3]" in capsys.readouterr().out
 
 
+def test_floating_point_is_read_alike_by_every_command(work: Path, tmp_path: Path) -> None:
+    place = work / "runs" / "floats"
+    trained, shallow = open_trained(place), open_trained(work / "runs" / "bytes")
+    assert (trained.data.pixels.low, trained.data.pixels.high) == (0, 1)
+    assert trained.data.mean == pytest.approx(shallow.data.mean, rel=1e-4)
+    file = sorted((work / "floats").rglob("*.tif"))[0]
+    values = torch.from_numpy(tifffile.imread(file))[None, None]
+    assert len(values.unique()) > 2
+    export(trained, tmp_path / "floats.pt2", compile=False)
+    exported = torch.export.load(tmp_path / "floats.pt2").module()(values).softmax(1)[0]
+    for text in (None, "0,1", "dtype"):
+        [found] = predict(trained, [file], pixel_range=text)
+        assert [*found.probabilities.values()] == pytest.approx(exported.tolist(), abs=1e-4)
+    shutil.copytree(work / "floats", tmp_path / "floats")
+    assert trained.open_data(tmp_path / "floats").digest == trained.open_data().digest
+    shown = read_upload(file.read_bytes(), trained.data.size, 1, trained.data.pixels)
+    assert np.array_equal(shown[0], np.rint(values[0, 0].numpy() * 255))
+
+
+def test_a_run_that_counted_integers_in_floating_point_opens(work: Path, tmp_path: Path) -> None:
+    """Runs of earlier versions: their digest is of images in two levels."""
+    place = tmp_path / "run"
+    shutil.copytree(work / "runs" / "floats", place)
+    for name in ("data.json", "record.json", "model/record.json"):
+        digest = open_trained(work / "runs" / "floats").data.digest
+        (place / name).write_text((place / name).read_text().replace(digest, "0" * 64))
+    trained = open_trained(place)
+    assert len(predict(trained, [next((work / "floats").rglob("*.tif"))])) == 1
+    with pytest.raises(RunError, match=r"has changed .*, or an earlier version .* read these images in 2 l"):
+        trained.open_data()
+
+
 def test_a_bad_file_costs_one_line(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = sorted((work / "bytes" / "c0").glob("*.png"))[:3]
     (tmp_path / "a.png").write_text("text")
@@ -87,6 +131,92 @@ def test_a_bad_file_costs_one_line(work: Path, tmp_path: Path, capsys: pytest.Ca
     ):
         assert run_cli("predict", work / "runs" / "bytes", deep, "--range", text) == 2
         assert why in capsys.readouterr().err
+
+
+def test_a_name_without_a_file_costs_one_line(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, good = work / "runs" / "bytes", sorted((work / "bytes" / "c0").glob("*.png"))[:2]
+    assert run_cli("predict", run, good[0], tmp_path / "none.png", good[1]) == 1
+    printed = capsys.readouterr()
+    assert [line.split("\t")[0] for line in printed.out.splitlines()] == [str(file) for file in good]
+    assert printed.err.startswith(f"selfconv: {tmp_path / 'none.png'}: expected an image, a folder of images")
+    assert printed.err.endswith("got no such file\n")
+    assert run_cli("predict", run, tmp_path / "none.png") == 2
+
+
+def test_predict_finds_the_files_that_training_finds(work: Path, tmp_path: Path) -> None:
+    good = sorted((work / "bytes" / "c0").glob("*.png"))[:3]
+    (tmp_path / "deep" / ".hidden").mkdir(parents=True)
+    for file, name in zip(good, ("a.png", "deep/b", "deep/.hidden/c.png"), strict=True):
+        shutil.copy(file, tmp_path / name)
+    (tmp_path / "._a.png").write_text("x")
+    found = predict(open_trained(work / "runs" / "bytes"), [tmp_path])
+    assert [p.file for p in found] == [str(tmp_path / "a.png"), str(tmp_path / "deep" / "b")]
+
+
+def test_values_outside_the_training_range_cause_a_warning(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = work / "runs" / "deep"
+    for path in sorted((work / "deep").rglob("*.tif"))[::4]:
+        (tmp_path / "bright" / path.parent.name).mkdir(parents=True, exist_ok=True)
+        bright = tifffile.imread(path) * 4
+        bright[:12] = 40_000  # of 16 rows
+        tifffile.imwrite(tmp_path / "bright" / path.parent.name / path.name, bright)
+    files = sorted((tmp_path / "bright").rglob("*.tif"))
+    assert run_cli("predict", run, *files) == 0
+    [line] = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(
+        r"selfconv: warning: deep: [78]\d% of the values are above the training range 0 to 4095: "
+        r"--range LOW,HIGH gives the range of these files",
+        line,
+    )
+    assert run_cli("predict", run, *files, "--range", "0,65535") == 0
+    assert capsys.readouterr().err == ""
+    with pytest.warns(UserWarning, match=r"bright: [78]\d% of the values are above the training range 0 to"):
+        open_trained(run).open_data(tmp_path / "bright")
+
+
+def test_grey_and_colour_are_converted_in_evaluation_as_in_prediction(work: Path, tmp_path: Path) -> None:
+    trained = open_trained(work / "runs" / "bytes")
+    for path in sorted((work / "bytes").rglob("*.png"))[::4]:
+        (tmp_path / "colour" / path.parent.name).mkdir(parents=True, exist_ok=True)
+        grey = np.array(Image.open(path))
+        coloured = np.stack([grey, grey // 2, 255 - grey], -1)
+        Image.fromarray(coloured).save(tmp_path / "colour" / path.parent.name / path.name)
+    data = trained.open_data(tmp_path / "colour").everything
+    assert data.shape[1] == 1
+    for image, name in zip(data.images[:5], data.names[:5], strict=True):
+        assert torch.equal(image, trained.read_image(tmp_path / "colour" / name))
+    grey_in_colour = load_data(work / "bytes", channels=3)
+    assert grey_in_colour.in_channels == 3
+
+
+def test_results_that_cannot_be_saved_are_printed(
+    work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(evaluation, "write_json", refuse)
+    monkeypatch.chdir(work)
+    assert run_cli("evaluate", work / "runs" / "bytes") == 2
+    printed = capsys.readouterr()
+    assert "balanced accuracy" in printed.out
+    assert "the results cannot be saved (Permission denied): give another folder with --out" in printed.err
+
+
+def test_training_prints_its_range_and_that_it_stopped_early(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config(work / "deep", epochs=9, lr=1e-9, patience=1, keep="best")  # learns nothing
+    record = train(config, tmp_path / "run")
+    lines = capsys.readouterr().out.splitlines()
+    assert "values 0 to 4095 (uint16)" in lines
+    assert record.epochs < 9
+    assert f"after {record.epochs} epochs, stopped early (--patience 1), weights of epoch " in lines[-1]
+    assert f"weights of epoch {record.kept_epoch}, " in lines[-1]
 
 
 def test_formats(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,6 +258,54 @@ def test_other_images(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli("evaluate", work / "runs" / "bytes", "--data", work / "deep", "--range", "0,4095") == 0
     assert run_cli("evaluate", work / "runs" / "bytes", "--range", "0,4095") == 2
     assert "--range needs --data" in capsys.readouterr().err
+
+
+def copy_of(work: Path, place: Path, run: str = "bytes") -> Path:
+    """A copy of a run's images, elsewhere."""
+    return shutil.copytree(work / run, place / "elsewhere")
+
+
+def test_a_folder_that_has_grown_is_tested_without_the_training_images(work: Path, tmp_path: Path) -> None:
+    trained = open_trained(work / "runs" / "bytes")
+    counts, own = trained.data.images, trained.open_data(work / "bytes")
+    elsewhere = copy_of(work, tmp_path)
+    assert trained.test_images(trained.open_data(elsewhere)).names == own.test.names
+    new = digits_image(1)
+    new.save(elsewhere / "c0" / "new.png")
+    seen = counts["train"] + counts["val"]
+    with pytest.warns(UserWarning, match=f"elsewhere: {seen} of 161 images are left out: the model was"):
+        split = trained.test_images(trained.open_data(elsewhere))
+    assert sorted(split.names) == sorted([*own.test.names, "c0/new.png"])
+    (elsewhere / "c0" / "new.png").unlink()
+    for name in own.test.names:
+        (elsewhere / name).unlink()
+    with pytest.raises(RunError, match=f"all {seen} of elsewhere are among those that the model was trained"):
+        evaluate(trained, elsewhere)
+
+
+def test_a_run_split_by_groups_knows_its_folder_again(work: Path, tmp_path: Path) -> None:
+    config = tiny_config(work / "bytes", epochs=1).replaced("data", group_by=r"/(\d\d)\d")
+    train(config, tmp_path / "run", quiet=True)
+    trained = open_trained(tmp_path / "run")
+    elsewhere = copy_of(work, tmp_path)
+    assert trained.open_data(elsewhere).digest == trained.data.digest
+    for index, path in enumerate(sorted(elsewhere.rglob("*.png"))):
+        path.rename(path.with_name(f"name{index}.png"))  # no group in it
+    with pytest.warns(UserWarning, match="images are left out"):
+        assert len(trained.test_images(trained.open_data(elsewhere))) == trained.data.images["test"]
+
+
+def test_runs_without_hashes_of_their_images(work: Path, tmp_path: Path) -> None:
+    place = shutil.copytree(work / "runs" / "bytes", tmp_path / "run")
+    elsewhere = copy_of(work, tmp_path)
+    digits_image(1).save(elsewhere / "c0" / "new.png")
+    (place / "seen_images.bin").unlink()
+    trained = open_trained(place)
+    with pytest.warns(UserWarning, match="a run of an earlier version, without hashes of its images"):
+        assert len(trained.test_images(trained.open_data(elsewhere))) == 161
+    (place / "seen_images.bin").write_bytes(b"1234567")
+    with pytest.raises(RunError, match=r"seen_images.bin: expected 8 bytes for each image; got 7"):
+        evaluate(open_trained(place), elsewhere)
 
 
 def test_every_command_keeps_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,18 +53,24 @@ def evaluate(
         out: Folder for the files, also for other data; by default that of the run, for its own data.
         json: Print JSON instead of tables.
     """
+    from selfconv.trained import EvaluationNotSaved, open_trained
     from selfconv.trained import evaluate as evaluate_trained
-    from selfconv.trained import open_trained
 
     if range is not None and data is None:
         raise ValueError(f"--range needs --data; got --range {range} for the data set of the run")
     opened = open_trained(trained)
+    unsaved = None
     with _progress("evaluating") as watch:
-        evaluation = evaluate_trained(opened, data, pixel_range=range, out=out, watch=watch)
+        try:
+            evaluation = evaluate_trained(opened, data, pixel_range=range, out=out, watch=watch)
+        except EvaluationNotSaved as error:  # the numbers have cost time
+            evaluation, unsaved = error.evaluation, error
     if json:
         print(json_module.dumps(asdict(evaluation)))
     else:
         print_table(evaluation.table())
+    if unsaved is not None:
+        raise unsaved
 
 
 def predict(
@@ -363,7 +369,8 @@ def _command(*parts: str | Mapping[str, object]) -> str:
         if isinstance(part, str):
             words.append(part)
         else:
-            words += [word for name, value in part.items() for word in (f"--{name}", str(value))]
+            for name, value in part.items():
+                words += [f"--{name.replace('_', '-')}", str(value)]
     return shlex.join(words)
 
 

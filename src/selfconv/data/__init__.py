@@ -10,21 +10,38 @@
 
 from selfconv.data.batches import Augment, Batches, Rotation, normalise
 from selfconv.data.dataset import MAX_PIXELS, DataInfo, Dataset, MissingDataError, describe_channels
-from selfconv.data.images import IMAGE_FORMATS, IMAGE_SUFFIXES, read_image, read_images, require_image_readers
+from selfconv.data.images import (
+    IMAGE_FORMATS,
+    is_image_name,
+    read_image,
+    read_images,
+    require_image_readers,
+)
 from selfconv.data.load import load_data
-from selfconv.data.pixels import DataError, PixelRange, as_bytes, fit, parse_range, visible_channels
+from selfconv.data.pixels import (
+    Clipping,
+    DataError,
+    GroupError,
+    PixelRange,
+    as_bytes,
+    fit,
+    parse_range,
+    visible_channels,
+)
 from selfconv.data.sources.cifar import imitation
+from selfconv.data.splits import image_hashes
 from selfconv.data.stored import Split, Stack
 
 __all__ = [
     "IMAGE_FORMATS",
-    "IMAGE_SUFFIXES",
     "MAX_PIXELS",
     "Augment",
     "Batches",
+    "Clipping",
     "DataError",
     "DataInfo",
     "Dataset",
+    "GroupError",
     "MissingDataError",
     "PixelRange",
     "Rotation",
@@ -33,7 +50,9 @@ __all__ = [
     "as_bytes",
     "describe_channels",
     "fit",
+    "image_hashes",
     "imitation",
+    "is_image_name",
     "load_data",
     "normalise",
     "parse_range",

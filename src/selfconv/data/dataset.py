@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from selfconv.data.pixels import MAX_CHANNELS, DataError, PixelRange, choose_range, fit
+from selfconv.data.pixels import MAX_CHANNELS, Clipping, DataError, PixelRange, choose_range, fit
 from selfconv.data.splits import Labels, leaks, split_off
 from selfconv.data.stored import Images, Split, Stack
 
@@ -52,6 +52,7 @@ class Dataset:
     digest: str
     has_test_part: bool = True  # False: the source has no test part, so some of its images were set aside
     pixels: PixelRange = field(default_factory=PixelRange)
+    clipping: Clipping = field(default_factory=Clipping)  # of values that are outside ``pixels``
 
     @property
     def parts(self) -> tuple[Split, Split, Split]:
@@ -227,6 +228,7 @@ def build(
     seed: int,
     validation: float,
     pixels: PixelRange | None = None,
+    clipping: Clipping | None = None,
     has_test_part: bool = True,
 ) -> Dataset:
     """Checks the arrays and builds a data set; a ``"val"`` part that is missing is split off ``"train"``.
@@ -265,7 +267,8 @@ def build(
         rest, aside = split_off(labels["train"], validation, seed, parts["train"].groups)
         parts |= {"val": parts["train"].take(aside), "train": parts["train"].take(rest)}
     train, val, test = (_split(parts[part], pixels.levels) for part in ("train", "val", "test"))
-    return Dataset(name, train, val, test, names, digest.hexdigest(), has_test_part, pixels)
+    clipping = Clipping() if clipping is None else clipping
+    return Dataset(name, train, val, test, names, digest.hexdigest(), has_test_part, pixels, clipping)
 
 
 def _split(part: SourcePart, levels: int) -> Split:
@@ -296,7 +299,7 @@ def warn_about_data(data: Dataset) -> None:
 
 def store_arrays(
     name: str, arrays: Mapping[str, SourcePart], text: str
-) -> tuple[dict[str, SourcePart], PixelRange]:
+) -> tuple[dict[str, SourcePart], PixelRange, Clipping]:
     """Arrays of any type of number as the integers of one range, chosen as ``--range`` says."""
     images = {part: given.images for part, given in arrays.items()}
     stacks = {part: x for part, x in images.items() if isinstance(x, np.ndarray) and x.size}
@@ -310,11 +313,11 @@ def store_arrays(
 
     pixels = choose_range(text, {x.dtype.name for x in stacks.values()} or {"uint8"}, extent, name)
     if pixels == PixelRange():
-        return dict(arrays), pixels
+        return dict(arrays), pixels, Clipping()
+    clipping = Clipping.total(pixels.clipping(x) for x in stacks.values())
     stored = {part: np.rint(pixels.scale(x)).astype(pixels.stored_as) for part, x in stacks.items()}
-    return {
-        part: replace(given, images=stored.get(part, given.images)) for part, given in arrays.items()
-    }, pixels
+    changed = {part: replace(given, images=stored.get(part, given.images)) for part, given in arrays.items()}
+    return changed, pixels, clipping
 
 
 def _format_shape(shape: Sequence[int]) -> str:
@@ -376,8 +379,9 @@ def _check_classes(
     present = np.unique(labels["train"])
     if len(present) < count:
         missing = np.setdiff1d(np.arange(min(count, len(present) + 1)), present)[0]
+        called = missing if class_names is None else repr(class_names[missing])
         raise DataError(
             f"{name}: expected images to train on for each of {count} classes (labels count from 0); "
-            f"got none for {count - len(present)} of them, class {missing} first"
+            f"got none for {count - len(present)} of them, class {called} first"
         )
     return tuple(class_names) if class_names is not None else tuple(map(str, range(count)))

@@ -22,7 +22,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -32,9 +32,11 @@ from numpy.typing import NDArray
 from selfconv._files import parse_json, read_as, write_json
 from selfconv._memory import machine_memory
 from selfconv._text import progress
+from selfconv.data.dataset import MAX_PIXELS
 from selfconv.data.images import Header, Item, decode, read_header, read_values
 from selfconv.data.pixels import (
     DEEPEST,
+    Clipping,
     DataError,
     PixelRange,
     UnreadableError,
@@ -47,7 +49,7 @@ from selfconv.data.stored import CHUNK, Stack
 MIXED_SIZE = 64  # of images that do not have one square size
 MAX_NAMED = 3  # unreadable files in a message
 MEMORY_FRACTION = 0.25  # of the machine's, for images
-CACHE_VERSION = 2  # part of the cache's name
+CACHE_VERSION = 3  # part of the cache's name
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class ArrayLayout:
     channels: int
     pixels: PixelRange
     range_is_final: bool  # False: ``pixels`` is all of uint16, and the range is chosen after decoding
+    clipping: Clipping = field(default_factory=Clipping)  # of all files, once they are decoded
+    fixed_channels: bool = False  # colour stays colour, even if every image is grey
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -76,11 +80,18 @@ class ArrayLayout:
 
 @dataclass(frozen=True)
 class ChunkSummary:
-    """A decoded chunk: whether all its pixels are grey, and the largest value in its files."""
+    """A decoded chunk: whether all its pixels are grey, the largest of its values, how many were clipped."""
 
     number: int
     grey: bool
     highest: int
+    values: int = 0
+    below: int = 0
+    above: int = 0
+
+    @property
+    def clipping(self) -> Clipping:
+        return Clipping(self.values, self.below, self.above)
 
 
 def decode_all(
@@ -92,18 +103,20 @@ def decode_all(
     pixel_range: str,
     memory: float | None,
     cache: Path,
-) -> tuple[Stack, PixelRange]:
-    """All images, and the range of their values.
+    channels: int | None = None,
+) -> tuple[Stack, PixelRange, Clipping]:
+    """All images, the range of their values, and how many are outside.
 
     Args:
         what: the data set, for messages.
         key: a digest of the files.
+        channels: to convert the images to, grey or colour; by default colour if any image is in colour.
         memory: limit in bytes; larger arrays are written to the cache and memory-mapped. None: a quarter of
             the machine's memory.
     """
     parse_range(pixel_range)
     limit = MEMORY_FRACTION * machine_memory() if memory is None else memory
-    options = json.dumps([CACHE_VERSION, key, image_size, pixel_range])
+    options = json.dumps([CACHE_VERSION, key, image_size, pixel_range, channels])
     folder = cache / "images" / hashlib.sha256(options.encode()).hexdigest()[:32]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         reader = _Reader(what, items, pool)
@@ -112,7 +125,7 @@ def decode_all(
         layout = (
             _read_layout(folder, len(items))
             if (folder / "layout.json").exists()
-            else reader.layout(image_size, pixel_range)
+            else reader.layout(image_size, pixel_range, channels)
         )
         if layout.nbytes <= limit:
             return _in_memory(reader, layout)
@@ -131,7 +144,7 @@ class _Reader:
     def __init__(self, what: str, items: Sequence[Item], pool: ThreadPoolExecutor) -> None:
         self.what, self.items, self.pool = what, items, pool
 
-    def layout(self, image_size: int | None, pixel_range: str) -> ArrayLayout:
+    def layout(self, image_size: int | None, pixel_range: str, given: int | None) -> ArrayLayout:
         """Reads all headers, and, if the range has to be found, the values."""
 
         def header(item: Item) -> Header | None:
@@ -157,7 +170,15 @@ class _Reader:
             )
         dtypes = {one.dtype for _, one in headers} or {"uint8"}
         pixels, final = self._range(pixel_range, dtypes)
-        return ArrayLayout(len(self.items), image_size or common, max(channels), pixels, final)
+        found_channels = max(channels) if given is None else given
+        return ArrayLayout(
+            len(self.items),
+            image_size or common,
+            found_channels,
+            pixels,
+            final,
+            fixed_channels=given is not None,
+        )
 
     def _range(self, pixel_range: str, dtypes: set[str]) -> tuple[PixelRange, bool]:
         if pixel_range == "auto" and dtypes == {"uint16"}:
@@ -185,14 +206,16 @@ class _Reader:
         """Decodes the chunks that are not done, and passes each to ``store``."""
         failures: list[str] = []
 
-        def one(index: int) -> tuple[NDArray, int] | str:
+        def one(index: int) -> tuple[NDArray, int, list[Clipping]] | str:
             item = self.items[index]
+            clipped: list[Clipping] = []
             try:
                 if layout.range_is_final:
-                    return decode(item, layout.size, layout.channels, layout.pixels), 0
+                    size, channels = layout.size, layout.channels
+                    return decode(item, size, channels, layout.pixels, MAX_PIXELS, clipped.append), 0, clipped
                 values = read_values(item)  # whose maximum resizing would lower
                 stored = layout.pixels.store(in_channels(values, layout.channels), layout.size)
-                return stored, int(values.max())
+                return stored, int(values.max()), clipped
             except UnreadableError as error:
                 return f"{item.name} ({error})"
 
@@ -205,7 +228,7 @@ class _Reader:
                 images = np.zeros(
                     (min(layout.chunk, layout.count - start), *layout.shape[1:]), layout.pixels.stored_as
                 )
-                failed, highest = len(failures), 0
+                failed, highest, clipped = len(failures), 0, list[Clipping]()
                 for row, found in enumerate(self.pool.map(one, range(start, start + len(images)))):
                     ready += 1
                     show(ready)
@@ -213,8 +236,10 @@ class _Reader:
                         failures.append(found)
                     else:
                         images[row], highest = found[0], max(highest, found[1])
+                        clipped += found[2]
                 if len(failures) == failed:
-                    store(images, ChunkSummary(number, bool((images == images[..., :1]).all()), highest))
+                    grey, total = bool((images == images[..., :1]).all()), Clipping.total(clipped)
+                    store(images, ChunkSummary(number, grey, highest, **asdict(total)))
         if failures:
             more = f" and {len(failures) - MAX_NAMED} more" if len(failures) > MAX_NAMED else ""
             named = ", ".join(failures[:MAX_NAMED]) + more
@@ -223,15 +248,16 @@ class _Reader:
 
 def final_layout(layout: ArrayLayout, chunks: Sequence[ChunkSummary]) -> ArrayLayout:
     """The layout with one channel if every image is grey, and the range that the values use."""
-    grey = layout.channels == 3 and all(chunk.grey for chunk in chunks)
+    grey = layout.channels == 3 and not layout.fixed_channels and all(chunk.grey for chunk in chunks)
     pixels = layout.pixels
     if not layout.range_is_final:
         highest = float(max(chunk.highest for chunk in chunks))
         pixels = choose_range("auto", ["uint16"], lambda: (0.0, highest), "")
-    return ArrayLayout(layout.count, layout.size, 1 if grey else layout.channels, pixels, True)
+    clipping = Clipping.total(chunk.clipping for chunk in chunks)
+    return ArrayLayout(layout.count, layout.size, 1 if grey else layout.channels, pixels, True, clipping)
 
 
-def _in_memory(reader: _Reader, layout: ArrayLayout) -> tuple[Stack, PixelRange]:
+def _in_memory(reader: _Reader, layout: ArrayLayout) -> tuple[Stack, PixelRange, Clipping]:
     images, chunks = np.empty(layout.shape, layout.pixels.stored_as), []
 
     def store(pixels: NDArray, chunk: ChunkSummary) -> None:
@@ -241,7 +267,8 @@ def _in_memory(reader: _Reader, layout: ArrayLayout) -> tuple[Stack, PixelRange]
 
     reader.decode_chunks(layout, set(), store)
     final = final_layout(layout, chunks)
-    return Stack(np.ascontiguousarray(images[..., : final.channels], final.pixels.stored_as)), final.pixels
+    stored = np.ascontiguousarray(images[..., : final.channels], final.pixels.stored_as)
+    return Stack(stored), final.pixels, final.clipping
 
 
 # ---- the cache ----
@@ -319,7 +346,7 @@ def _map(path: Path, layout: ArrayLayout) -> NDArray:
     return np.memmap(path, layout.pixels.stored_as, "c", shape=layout.shape)
 
 
-def _open_cache(folder: Path, limit: float) -> tuple[Stack, PixelRange]:
+def _open_cache(folder: Path, limit: float) -> tuple[Stack, PixelRange, Clipping]:
     try:
         layout = read_as(ArrayLayout, folder / "done.json")
         original, copy = folder / "images", folder / "images.final"
@@ -329,7 +356,8 @@ def _open_cache(folder: Path, limit: float) -> tuple[Stack, PixelRange]:
         array = _map(copy if copy.exists() else original, layout)
     except (ValueError, OSError) as error:
         raise DataError(f"{folder}: expected decoded images ({error}): delete this folder") from None
-    return Stack(np.array(array) if layout.nbytes <= limit else array), layout.pixels
+    stack = Stack(np.array(array) if layout.nbytes <= limit else array)
+    return stack, layout.pixels, layout.clipping
 
 
 def files_key(items: Sequence[Item]) -> str:

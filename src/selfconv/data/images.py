@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -22,15 +23,40 @@ from torch import Tensor
 from selfconv._extras import require
 from selfconv._files import FileRefused, check_file
 from selfconv.data.dataset import MAX_PIXELS, MAX_SIZE
-from selfconv.data.pixels import MAX_CHANNELS, DataError, PixelRange, UnreadableError, in_channels, type_range
+from selfconv.data.pixels import (
+    MAX_CHANNELS,
+    Clipping,
+    DataError,
+    PixelRange,
+    UnreadableError,
+    in_channels,
+    type_range,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-IMAGE_SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".npy", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+IMAGE_SUFFIXES = {
+    ".bmp",
+    ".gif",
+    ".jpeg",
+    ".jpg",
+    ".npy",
+    ".pfm",
+    ".pgm",
+    ".png",
+    ".ppm",
+    ".tif",
+    ".tiff",
+    ".webp",
+}
+_BEGINNINGS = re.compile(  # of GIF, JPEG, PNG, TIFF and WEBP
+    rb"GIF8|\xff\xd8\xff|\x89PNG|II[*+]\0|MM\0[*+]|RIFF....WEBP", re.DOTALL
+)
 # Pillow detects formats by content, and some start another program (EPS: Ghostscript)
 IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 MAX_BYTES = 2**30  # of a file
+MOST_PLANES = 4  # of the first axis of an array, up to which it may be that of channels
 BYTES_PER_PIXEL = 8  # of decoded values, for each of MAX_PIXELS: 16 bits in four channels
 DAMAGED = "damaged or truncated"
 _ORIENTATION = 0x0112  # EXIF; from 5 on, width and height are exchanged
@@ -95,17 +121,34 @@ def read_image(
     return _read_items(Path(path), [first], size, channels, pixels, max_pixels)[0]
 
 
-def read_images(path: Path, size: int, channels: int, *, pixels: PixelRange | None = None) -> Tensor:
-    """All images of a file, ``[N, channels, size, size]``: several for an ``.npy`` stack."""
+def read_images(
+    path: Path,
+    size: int,
+    channels: int,
+    *,
+    pixels: PixelRange | None = None,
+    tally: Callable[[Clipping], None] | None = None,
+) -> Tensor:
+    """All images of a file, ``[N, channels, size, size]``: several for an ``.npy`` stack.
+
+    Args:
+        tally: called for each image with the number of values that are outside the range.
+    """
     try:
         items = stack_items(path, str(path))
     except UnreadableError as error:
         raise DataError(f"{path}: {error}") from error
-    return _read_items(path, items, size, channels, pixels, MAX_PIXELS)
+    return _read_items(path, items, size, channels, pixels, MAX_PIXELS, tally)
 
 
 def _read_items(
-    path: Path, items: Sequence[Item], size: int, channels: int, pixels: PixelRange | None, max_pixels: int
+    path: Path,
+    items: Sequence[Item],
+    size: int,
+    channels: int,
+    pixels: PixelRange | None,
+    max_pixels: int,
+    tally: Callable[[Clipping], None] | None = None,
 ) -> Tensor:
     if not 1 <= channels <= MAX_CHANNELS or not 1 <= size <= MAX_SIZE:
         raise DataError(
@@ -115,14 +158,19 @@ def _read_items(
     require_image_readers()
     pixels = PixelRange() if pixels is None else pixels
     try:
-        found = [decode(item, size, channels, pixels, max_pixels) for item in items]
+        found = [decode(item, size, channels, pixels, max_pixels, tally) for item in items]
     except UnreadableError as error:
         raise DataError(f"{path}: {error}") from error
     return torch.from_numpy(np.stack(found)).permute(0, 3, 1, 2)
 
 
 def decode(
-    item: Item, size: int, channels: int, pixels: PixelRange, max_pixels: int = MAX_PIXELS
+    item: Item,
+    size: int,
+    channels: int,
+    pixels: PixelRange,
+    max_pixels: int = MAX_PIXELS,
+    tally: Callable[[Clipping], None] | None = None,
 ) -> NDArray[Any]:
     """An image as integers [size, size, channels]: upright, resized by its shorter side, centre-cropped."""
     import PIL.Image
@@ -130,6 +178,8 @@ def decode(
 
     with _open(item, max_pixels) as image:
         if isinstance(image, np.ndarray):
+            if tally is not None:
+                tally(pixels.clipping(image))
             return pixels.store(in_channels(image, channels), size)
         image.draft(None, (2 * size, 2 * size))  # lets JPEG decode at a fraction of its size
         upright = fit(_rgb(exif_transpose(image)), (size, size), PIL.Image.Resampling.BILINEAR)
@@ -138,6 +188,8 @@ def decode(
         values = np.array(upright).reshape(size, size, -1)
         if pixels == PixelRange() and channels in (1, 3):
             return values
+        if tally is not None:
+            tally(pixels.clipping(values))
         return pixels.store(in_channels(values, channels), size)
 
 
@@ -147,7 +199,7 @@ def read_header(item: Item, max_pixels: int = MAX_PIXELS) -> Header:
             height, width, channels = image.shape
             return Header(width, height, channels, image.dtype.name)
         width, height = image.size
-        if image.getexif().get(_ORIENTATION, 1) >= 5:
+        if image.format != "TIFF" and image.getexif().get(_ORIENTATION, 1) >= 5:  # of TIFF Pillow does it
             width, height = height, width
         return Header(width, height, 1 if image.mode in _GREY_MODES else 3, "uint8")
 
@@ -162,12 +214,24 @@ def read_values(item: Item) -> NDArray[Any]:
         return np.array(_rgb(exif_transpose(image)))
 
 
+def is_image_name(path: Path) -> bool:
+    """Whether a file has the suffix of an image, or none and the content of a common format."""
+    if path.suffix.lower() in IMAGE_SUFFIXES or path.suffix or not path.is_file():
+        return path.suffix.lower() in IMAGE_SUFFIXES and path.is_file()
+    try:
+        with open(path, "rb") as file:
+            return _BEGINNINGS.match(file.read(12)) is not None
+    except OSError:
+        return False
+
+
 def stack_items(path: Path, name: str) -> list[Item]:
     """The images in a file: one, or those of a stack ``[N, H, W]`` or ``[N, H, W, C]``."""
     if path.suffix.lower() != ".npy":
         return [Item(name, path)]
     with _decoder_errors(MAX_PIXELS):
         shape = _load_npy(path).shape
+    _refuse_channels_first(shape)
     if not _is_stack(shape):
         return [Item(name, path)]
     if not shape[0]:
@@ -197,6 +261,9 @@ def _open(item: Item, max_pixels: int) -> Iterator[Image | NDArray[Any]]:
             source, head = io.BytesIO(content), content[:26]
         if head[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
             values = _from_tiff(source, max_pixels)
+            if values is not None and values.dtype == np.uint8 and values.shape[2] in (1, 3):
+                yield PIL.Image.fromarray(values.squeeze(2) if values.shape[2] == 1 else values)
+                return
             if values is not None:
                 yield values
                 return
@@ -208,6 +275,10 @@ def _open(item: Item, max_pixels: int) -> Iterator[Image | NDArray[Any]]:
                 yield _from_deep_png(source, image.getexif().get(_ORIENTATION, 1))
             elif image.mode == "I":  # a PGM of 16 bits, which Pillow scales to 0..65535
                 yield np.asarray(image).astype(np.uint16)[..., None]
+            elif image.mode == "F":  # a PFM
+                yield np.array(image)[..., None]
+            elif head[:2] in (b"P3", b"P6") and (deep := _from_deep_ppm(source)) is not None:
+                yield deep
             else:
                 yield image
 
@@ -237,10 +308,21 @@ def _from_tiff(source: Path | io.BytesIO, max_pixels: int) -> NDArray[Any] | Non
         extra = page.tags.get(_EXTRA_SAMPLES)
         alpha = extra.value[-1] if extra is not None and "S" in lengths else 0
         samples = lengths.get("S", 1) - (alpha in _ALPHA)
-        if series.dtype in (np.uint8, np.bool_) and len(file.pages) == 1 and samples in (1, 3):
+        orientation = page.tags.get(_ORIENTATION)
+        grey = (tifffile.PHOTOMETRIC.MINISBLACK, tifffile.PHOTOMETRIC.MINISWHITE)
+        colours = page.photometric not in grey
+        # Pillow exchanges rows and columns of 8-bit files that are not compressed before it reads them
+        turned = (
+            orientation is not None
+            and orientation.value in (5, 6, 7, 8)
+            and page.compression == tifffile.COMPRESSION.NONE
+            and page.photometric in (*grey, tifffile.PHOTOMETRIC.RGB, tifffile.PHOTOMETRIC.PALETTE)
+        )
+        by_pillow = samples == 1 or (samples == 3 and colours)
+        if series.dtype in (np.uint8, np.bool_) and len(file.pages) == 1 and by_pillow and not turned:
             return None
         if page.photometric in (tifffile.PHOTOMETRIC.PALETTE, tifffile.PHOTOMETRIC.SEPARATED) and (
-            series.dtype.itemsize == 1
+            series.dtype.itemsize == 1 and not (turned and page.colormap is not None)
         ):
             return None
         channels = {axis: n for axis, n in lengths.items() if axis not in "YX" and n > 1}
@@ -252,14 +334,16 @@ def _from_tiff(source: Path | io.BytesIO, max_pixels: int) -> NDArray[Any] | Non
             raise UnreadableError(f"expected 1 to {MAX_CHANNELS} channels; got {number} ({series.axes})")
         _check_size(lengths["X"], lengths["Y"], max_pixels, number * series.dtype.itemsize)
         values = series.asarray()
-        if page.photometric == tifffile.PHOTOMETRIC.MINISWHITE and values.dtype.kind == "u":
-            values = np.iinfo(values.dtype).max - values
-        orientation = page.tags.get(_ORIENTATION)
+        if page.photometric == tifffile.PHOTOMETRIC.MINISWHITE and values.dtype.kind in "ub":
+            values = ~values
+        palette = page.colormap if series.dtype == np.uint8 and samples == 1 and turned else None
     keep = tuple(i for i, axis in enumerate(series.axes) if axis in "YX" or axis in channels)
     axes = "".join(series.axes[i] for i in keep)
     values = values.reshape([values.shape[i] for i in keep])
     values = values.transpose([axes.index(axis) for axis in ("Y", "X", *channels)])
     values = values.reshape(*values.shape[:2], -1)
+    if palette is not None:
+        values = (palette.T[values[..., 0]] >> 8).astype(np.uint8)
     if alpha in _ALPHA and values.shape[2] > 1:
         values = _on_white(values, premultiplied=alpha == _PREMULTIPLIED)
     return _to_numbers(_UPRIGHT.get(1 if orientation is None else orientation.value, lambda x: x)(values))
@@ -274,6 +358,21 @@ def _from_deep_png(source: Path | io.BytesIO, orientation: int) -> NDArray[Any]:
     if values.shape[2] in (2, 4):
         values = _on_white(values)
     return _to_numbers(_UPRIGHT.get(orientation, lambda x: x)(values))
+
+
+def _from_deep_ppm(source: Path | io.BytesIO) -> NDArray[Any] | None:
+    """A PPM of more than 8 bits, of which Pillow keeps 8, scaled to 0..65535 as its PGM are; else None."""
+    content = source.read_bytes() if isinstance(source, Path) else source.getvalue()
+    header = re.match(rb"(P[36])" + 3 * rb"(?:\s|#[^\n]*\n)+(\d{1,9})" + rb"(?:#[^\n]*)?\s", content)
+    if header is None:
+        raise UnreadableError(DAMAGED)
+    width, height, most = map(int, header.groups()[1:])
+    if most <= 255:
+        return None
+    if header[1] == b"P3" or most > 65535:
+        raise UnreadableError("expected a PPM of up to 16 bits, in binary (P6) if more than 8; got another")
+    values = np.frombuffer(content, ">u2", 3 * width * height, header.end()).reshape(height, width, 3)
+    return np.rint(np.minimum(values, most) * (65535 / most)).astype(np.uint16)
 
 
 def _on_white(values: NDArray[Any], *, premultiplied: bool = False) -> NDArray[Any]:
@@ -305,9 +404,21 @@ def _is_stack(shape: tuple[int, ...]) -> bool:
     return len(shape) == 4 or (len(shape) == 3 and shape[2] > MAX_CHANNELS)
 
 
+def _refuse_channels_first(shape: tuple[int, ...]) -> None:
+    """Raises UnreadableError for an array that is more likely an image with its channels first, or may be."""
+    first, rest = shape[:-2][-1:], shape[-2:]
+    square = len(shape) in (3, 4) and first[0] in (2, 3, 4) and rest[0] == rest[1] > first[0]
+    if square or (len(shape) == 3 and shape[0] in (2, 3, 4) and _is_stack(shape)):
+        raise UnreadableError(
+            f"expected channels last, [H, W, C], or [N, H, W, 1] for a stack of {MOST_PLANES} or fewer grey "
+            f"images; got {list(shape)}, which may have channels first"
+        )
+
+
 def _from_npy(item: Item, max_pixels: int) -> NDArray[Any]:
     assert isinstance(item.file, Path)
     values = _load_npy(item.file)
+    _refuse_channels_first(values.shape)
     if _is_stack(values.shape) and len(values):
         values = values[item.row or 0]
     values = values[..., None] if values.ndim == 2 else values

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from selfconv.data.dataset import Dataset, warn_about_data
-from selfconv.data.pixels import DataError, parse_range
+from selfconv.data.pixels import DataError, GroupError, parse_range
 from selfconv.data.sources.cifar import ARCHIVES, load_cifar
 from selfconv.data.sources.hugging_face import PREFIX, list_hub, list_parquet
 from selfconv.data.sources.listing import Listing, list_folder, list_manifest, load_listing
@@ -31,6 +31,7 @@ def load_data(
     validation: float = 0.1,
     pixel_range: str = "auto",
     group_by: str | None = None,
+    channels: int | None = None,
     memory: float | None = None,
     download: bool = True,
     cache: str | os.PathLike[str] | None = None,
@@ -49,6 +50,8 @@ def load_data(
         pixel_range: which values become the pixels 0 and 1: ``"auto"``, ``"dtype"`` or ``"LOW,HIGH"``.
         group_by: images of one group stay on one side of every split. For a folder, a regular expression,
             whose first capture group in the file's path is the group. For a CSV file or Parquet, a column.
+        channels: convert image files to grey (1) or colour (3), as ``read_image`` does; by default they are
+            in colour if any is.
         memory: bytes for images; if files need more, they are decoded once into a memory-mapped file in the
             cache. By default a quarter of the machine's memory.
         download: whether an archive that is not in the cache may be downloaded.
@@ -74,6 +77,7 @@ def load_data(
     file_options: dict[str, Any] = {
         "pixel_range": pixel_range,
         "group_by": group_by,
+        "channels": channels,
         "memory": memory,
         "cache": cache,
     }
@@ -95,7 +99,8 @@ def load_data(
 def _refuse_options(name: str, pixel_range: str, group_by: str | None) -> None:
     for option, value, default in (("range", pixel_range, "auto"), ("group_by", group_by, None)):
         if value != default:
-            raise DataError(f"{option}: expected a folder, an .npz, CSV or Parquet file with it; got {name}")
+            kind = GroupError if option == "group_by" else DataError
+            raise kind(f"{option}: expected a folder, an .npz, CSV or Parquet file with it; got {name}")
 
 
 def _load_path(
@@ -104,6 +109,7 @@ def _load_path(
     *,
     pixel_range: str,
     group_by: str | None,
+    channels: int | None,
     memory: float | None,
     cache: Path,
 ) -> Dataset:
@@ -111,14 +117,14 @@ def _load_path(
     path = Path(source).expanduser()
     if path.is_file() and path.suffix == ".npz":
         if group_by is not None:
-            raise DataError(f"group_by: expected a folder, a CSV file or Parquet with it; got {path}")
+            raise GroupError(f"group_by: expected a folder, a CSV file or Parquet with it; got {path}")
         return load_npz(path, **options)
     listing: Listing
     if isinstance(source, str) and source.startswith(PREFIX):
         listing = list_hub(source, group_by)
     elif not os.fspath(source):  # Path("") is the working directory
         raise DataError("data: expected a name, a folder or a file; got an empty name")
-    elif path.suffix == ".parquet" or (path.is_dir() and any(path.glob("*.parquet"))):
+    elif (path.suffix == ".parquet" and path.is_file()) or (path.is_dir() and any(path.glob("*.parquet"))):
         listing = list_parquet(path, group_by)
     elif path.is_dir():
         listing = list_folder(path, group_by)
@@ -130,4 +136,4 @@ def _load_path(
         hint = f"; did you mean {close[0]!r}?" if close else ""
         known = f"{', '.join(NAMES)}, a folder, an .npz, .csv or .parquet file, or hf:NAME"
         raise DataError(f"data: expected {known}; got {os.fspath(source)!r}: {found}{hint}")
-    return load_listing(listing, memory=memory, cache=cache, **options)
+    return load_listing(listing, memory=memory, cache=cache, channels=channels, **options)

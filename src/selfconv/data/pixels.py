@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 from selfconv._text import escape_for_terminal
 
 MAX_CHANNELS = 16
+CLIPPED_SHARE = 0.001  # of values outside the range; more cause a warning
 DEEPEST = 65535  # the largest stored value; images are kept in 16 bits at most
 RANGE_HELP = "auto, dtype, or LOW,HIGH with LOW < HIGH"
 LUMA = (0.299, 0.587, 0.114)  # of red, green and blue in grey, as Pillow weights them
@@ -25,16 +27,45 @@ class DataError(ValueError):
         super().__init__(escape_for_terminal(message))
 
 
+class GroupError(DataError):
+    """``group_by`` does not fit the data."""
+
+
 class UnreadableError(Exception):
     """Why an image file cannot be used."""
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """How many values of some files there are, and how many are below and above the range."""
+
+    values: int = 0
+    below: int = 0
+    above: int = 0
+
+    @staticmethod
+    def total(parts: Iterable[Clipping]) -> Clipping:
+        found = [(part.values, part.below, part.above) for part in parts]
+        return Clipping(*map(sum, zip(*found, strict=True))) if found else Clipping()
+
+    def describe(self) -> str | None:
+        """The shares of values outside, such as ``76% of the values are above``; None if they are tiny."""
+        outside = {"below": self.below, "above": self.above}
+        shares = {where: count / max(1, self.values) for where, count in outside.items()}
+        told = [(where, share) for where, share in shares.items() if share > CLIPPED_SHARE]
+        if not told:
+            return None
+        first, *rest = [f"{share:.0%}" if share >= 0.01 else f"{share:.1%}" for _, share in told]
+        more = "".join(f", {share} {where}" for share, (where, _) in zip(rest, told[1:], strict=True))
+        return f"{first} of the values are {told[0][0]}{more}"
 
 
 @dataclass(frozen=True)
 class PixelRange:
     """Which values in the files become the pixels 0 and 1. Values outside are clipped.
 
-    In memory a pixel is an integer from 0 to ``levels``: every value of the files, if there are up to 65536
-    of them in the range, and otherwise the nearest of 65536.
+    In memory a pixel is an integer from 0 to ``levels``: every value of the files, if they hold integers and
+    the range has up to 65536 of them, and otherwise (floating point, mixed types) the nearest of 65536.
 
     Attributes:
         dtype: of the values in the files; None if files of several types are mixed.
@@ -56,9 +87,14 @@ class PixelRange:
     @property
     def levels(self) -> int:
         """The integer in memory that stands for the pixel 1."""
-        width = self.high - self.low
-        whole = float(self.low).is_integer() and float(self.high).is_integer()
-        return int(width) if whole and width <= DEEPEST else DEEPEST
+        counted = self.by_type or (self.dtype is not None and self.dtype.startswith(("int", "uint")))
+        return self.whole_width if counted and self.whole_width <= DEEPEST else DEEPEST
+
+    @property
+    def whole_width(self) -> int:
+        """``high - low`` if both are integers, and otherwise more than the levels that can be stored."""
+        whole = self.low.is_integer() and self.high.is_integer()
+        return int(self.high - self.low) if whole else DEEPEST + 1
 
     @property
     def stored_as(self) -> type[np.uint8] | type[np.uint16]:
@@ -77,6 +113,12 @@ class PixelRange:
         shifted = values.astype(np.float64) - low
         return np.clip(shifted * (self.levels / (high - low)), 0, self.levels)
 
+    def clipping(self, values: NDArray) -> Clipping:
+        """How many values ``scale`` clips."""
+        if self.by_type:
+            return Clipping(values.size)  # of integers none; floating point is 0 to 1 by definition
+        return Clipping(values.size, int((values < self.low).sum()), int((values > self.high).sum()))
+
     def store(self, values: NDArray, size: int) -> NDArray:
         """Values ``[H, W, C]`` as integers ``[size, size, C]``: shorter side resized, centre cut out."""
         if values.dtype.kind == "f" and not np.isfinite(values).all():
@@ -85,6 +127,11 @@ class PixelRange:
         if scaled.shape[:2] != (size, size):
             scaled = _resize(torch.from_numpy(scaled)[None], size)[0].numpy()
         return np.rint(scaled).astype(self.stored_as)
+
+    def describe(self) -> str:
+        """The range and the type of the values: ``values 0 to 4095 (uint16)``."""
+        kind = "several types" if self.dtype is None else self.dtype
+        return f"values in {self} ({kind})" if self.by_type else f"values {self} ({kind})"
 
     def __str__(self) -> str:
         if self.by_type:
@@ -95,7 +142,8 @@ class PixelRange:
 def _suggested(values: NDArray) -> str:
     if values.dtype.kind == "u":
         return f"0,{_full_scale(int(values.max()))}"
-    return f"{values.min()},{values.max()}"
+    shares = values.dtype.kind == "f" and values.min() >= 0 and values.max() <= 1
+    return "dtype, which is 0 to 1" if shares else "LOW,HIGH of all files"  # those of one file say little
 
 
 def _full_scale(highest: int) -> int:
@@ -192,11 +240,35 @@ def fit(images: NDArray, size: int) -> NDArray:
 
 
 def _resize(images: torch.Tensor, size: int) -> torch.Tensor:
-    """Numbers [N, H, W, C], resized and cropped; never beyond the least and the greatest."""
+    """Numbers [N, H, W, C]: the largest square about the centre, resized as ``ImageOps.fit`` of Pillow does.
+
+    The square may begin between two pixels. Never beyond the least and the greatest number.
+    """
     height, width = images.shape[1:3]
-    scale = size / min(height, width)
-    target = (max(size, round(height * scale)), max(size, round(width * scale)))
-    top, left = (target[0] - size) // 2, (target[1] - size) // 2
-    resized = F.interpolate(images.permute(0, 3, 1, 2), target, mode="bilinear", antialias=True)
-    cropped = resized[:, :, top : top + size, left : left + size].clamp_(images.min(), images.max())
-    return cropped.permute(0, 2, 3, 1)
+    least, greatest = images.min(), images.max()
+    if height == width:
+        planes = images.permute(0, 3, 1, 2)
+        resized = F.interpolate(planes, (size, size), mode="bilinear", antialias=True).permute(0, 2, 3, 1)
+    else:
+        side = min(height, width)
+        for axis, length in ((1, height), (2, width)):
+            weights, used = _box_weights(length, side, size)
+            part = images.narrow(axis, used.start, len(used))
+            mixed = torch.tensordot(part, torch.from_numpy(weights).to(part.dtype), ([axis], [1]))
+            images = mixed.movedim(-1, axis)
+        resized = images
+    return resized.clamp(least, greatest)
+
+
+def _box_weights(length: int, side: int, size: int) -> tuple[NDArray[np.float64], range]:
+    """Weights [size, pixels] of a line's pixels in the ``size`` pixels of its central ``side``; which pixels.
+
+    Bilinear with antialiasing. As in Pillow, pixels beside the square take part in its first and last pixel.
+    """
+    scale = side / size
+    support = max(1.0, scale)
+    centres = (length - side) / 2 + (np.arange(size) + 0.5) * scale
+    used = range(max(0, math.floor(centres[0] - support)), min(length, math.ceil(centres[-1] + support)))
+    distance = np.abs(np.array(used) + 0.5 - centres[:, None]) / support
+    weights = np.clip(1 - distance, 0, None)
+    return weights / weights.sum(1, keepdims=True), used

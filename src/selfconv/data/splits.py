@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from selfconv.data.pixels import DataError
+from selfconv.data.pixels import GroupError
 from selfconv.data.stored import Split
 
 Labels = NDArray[np.int64]  # [N]
@@ -67,7 +67,7 @@ def stratified_groups(
     if fraction > 0 and not chosen.any() and len(possible):
         chosen[possible[((counts[possible] - target) ** 2).sum(1).argmin()]] = True
     if fraction > 0 and not chosen.any():
-        raise DataError(
+        raise GroupError(
             f"group_by: expected enough groups to set {fraction:.0%} of the images aside and keep every "
             f"class on both sides; got {len(names)} group{'s' * (len(names) != 1)}, {str(names[0])!r} first"
         )
@@ -76,12 +76,12 @@ def stratified_groups(
 
 
 def check_groups(what: str, groups: Mapping[str, Sequence[str] | None]) -> None:
-    """Raises DataError if the parts of a source share a group."""
+    """Raises GroupError if the parts of a source share a group."""
     seen: dict[str, str] = {}
     for part, names in groups.items():
         for name in dict.fromkeys(names or ()):
             if name in seen:
-                raise DataError(
+                raise GroupError(
                     f"{what}: group_by: expected each group in one part; {name!r} is in {seen[name]} and "
                     f"in {part}"
                 )
@@ -104,9 +104,14 @@ def leaks(parts: Mapping[str, Split]) -> Iterator[str]:
             )
 
 
-def _digests(split: Split) -> list[bytes]:
+def image_hashes(split: Split) -> NDArray[np.uint64]:
+    """A number for each image of a split, equal for equal pixels."""
+    return np.frombuffer(b"".join(_digests(split, 8)), "<u8")
+
+
+def _digests(split: Split, size: int = 16) -> list[bytes]:
     return [
-        hashlib.blake2b(np.ascontiguousarray(image).data, digest_size=16).digest()
+        hashlib.blake2b(np.ascontiguousarray(image).data, digest_size=size).digest()
         for chunk in split.chunks()
         for image in chunk.permute(0, 2, 3, 1).numpy(force=True)
     ]

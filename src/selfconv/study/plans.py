@@ -332,6 +332,10 @@ class Budget:
     """Number of training images to use."""
     data: str | None = None
     """A different data set, or the same from a file: a name, a folder of images, or an .npz file."""
+    range: str | None = None
+    """Values that map to 0 and 1: LOW,HIGH; dtype: the limits of each file's type; None: those of images."""
+    group_by: str | None = None
+    """Keep images of one group in one split: a regular expression for the path, or the name of a column."""
     models: str = "*"
     """Wildcard for the names of the networks."""
     recipe: RecipeName | None = None
@@ -363,6 +367,9 @@ def make_plan(name: str, budget: Budget | None = None) -> Plan:
     data = replace(outline.data, subset=budget.subset)
     if budget.data is not None:
         data = replace(data, source=budget.data, image_size=None)
+    data = replace(data, group_by=budget.group_by)
+    if budget.range is not None:
+        data = replace(data, pixel_range=budget.range)
     seeds = outline.seeds if budget.seeds is None else budget.seeds
     trials = []
     for seed in range(seeds):

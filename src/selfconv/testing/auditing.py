@@ -81,6 +81,10 @@ class Audit:
         if not self.passed:
             advice = f"; sizes that would work: {_listed(self.sizes)}" if self.sizes else ""
             return f"not equivariant to {what} {where}: {self.culprit}: {self.reason}{advice}"
+        if self.layers and all(layer.shift is None for layer in self.layers):
+            if len(self.group) == 1:
+                return f"not tested {where}: no map is large enough to shift"
+            what = f"{self.group.name} (shifts were not tested: no map is large enough)"
         verdict = f"equivariant to {what} {where}: output error {self.error:.1e}"
         if self.error > max([self.tolerance, *map(default_tolerance, self.rounded.values())]):
             worst = max((max(layer.input_error, layer.error) for layer in self.layers), default=0.0)

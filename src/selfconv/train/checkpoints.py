@@ -75,9 +75,8 @@ def write(folder: Path, checkpoint: Checkpoint) -> Path:
     try:
         write_atomically(path, checkpoint.to_bytes())
     except OSError as error:
-        raise RunError(
-            f"{path}: cannot be written ({error.strerror or error}); the earlier checkpoints are kept"
-        ) from error
+        kept = "the earlier checkpoints are kept" if checkpoint_files(folder) else "there is no earlier one"
+        raise RunError(f"{path}: cannot be written ({error.strerror or error}); {kept}") from error
     for old in checkpoint_files(folder)[:-KEPT]:
         old.unlink()
     return path

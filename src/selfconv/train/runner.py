@@ -10,7 +10,7 @@ from pathlib import Path
 from selfconv._files import parse_json, write_json
 from selfconv._memory import keep_memory
 from selfconv._text import escape_for_terminal, format_duration
-from selfconv.data import DataInfo, Dataset
+from selfconv.data import DataInfo, Dataset, PixelRange
 from selfconv.models import count_parameters
 from selfconv.train.config import RunConfig
 from selfconv.train.distributed import broadcast_object
@@ -76,6 +76,8 @@ def train(
             changed = [f"{k} {value}" for k, value in config.model.overrides().items() if value is not None]
             network = ", ".join([config.model.name, *changed])
             progress.say(f"{network}, {count_parameters(trainer.network):,} parameters; {data}")
+            if data.pixels != PixelRange():
+                progress.say(data.pixels.describe())
             state = trainer.state
             resumed = ""
             if checkpoint is not None:
@@ -130,8 +132,13 @@ def test_and_save(trainer: Trainer, run: Run, data: Dataset, progress: Progress)
     if accelerator.is_main_process:
         record = save_model(run, model, replace(record, data=run.data))
         write_json(run.folder / "record.json", record.to_json())
+    ended = ""
+    if len(history) < config.recipe.epochs:
+        ended = f", stopped early (--patience {config.recipe.patience})"
+    if record.kept_epoch is not None:
+        ended += f", weights of epoch {record.kept_epoch}"
     progress.say(
-        f"test accuracy {record.test_accuracy:.2%} after {len(history)} epoch{'s' * (len(history) != 1)}, "
-        f"{format_duration(seconds)} of training; in {run.folder}"
+        f"test accuracy {record.test_accuracy:.2%} after {len(history)} epoch{'s' * (len(history) != 1)}"
+        f"{ended}, {format_duration(seconds)} of training; in {run.folder}"
     )
     return record

@@ -3,6 +3,8 @@
 config.json           all options
 place.json            the absolute path of its data, if they were given by a relative path
 data.json             the data: digest, classes, size, mean and deviation
+seen_images.bin       8 bytes for each image to train and validate on, equal for equal pixels: a test on
+                      other data leaves these images out
 metrics.jsonl         a line for each epoch; events.out.tfevents.* has the same for TensorBoard
 checkpoints/          the last two
 model/                once it has finished: config.json and model.safetensors, for ResNet.from_pretrained,
@@ -22,18 +24,21 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 from filelock import FileLock, Timeout
 
 from selfconv._files import (
+    check_file,
     describe_folder,
     file_sha256,
     read_as,
     read_json,
     read_lines_as,
     sync_folder,
+    write_atomically,
     write_json,
 )
-from selfconv.data import DataInfo, load_data
+from selfconv.data import DataInfo, image_hashes, load_data
 from selfconv.train import checkpoints
 from selfconv.train.checkpoints import Checkpoint
 from selfconv.train.config import RunConfig, differences
@@ -43,12 +48,14 @@ from selfconv.train.stopping import RunBusy, RunError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from numpy.typing import NDArray
 
     from selfconv.data import Dataset
     from selfconv.models import ResNet
 
 Kind = TypeVar("Kind")
 PLACE = "place.json"
+SEEN, SEEN_BYTES = "seen_images.bin", 2**30  # at most
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,21 @@ class Run:
     @property
     def data(self) -> DataInfo:
         return _read(DataInfo, self.folder / "data.json")
+
+    @property
+    def seen_images(self) -> NDArray[np.uint64] | None:
+        """``image_hashes`` of the images to train and validate on; None if an earlier version began it."""
+        path = self.folder / SEEN
+        if not path.exists():
+            return None
+        try:
+            check_file(path, SEEN_BYTES)
+        except ValueError as error:
+            raise RunError(f"{path}: {error}") from None
+        content = path.read_bytes()
+        if len(content) % 8:
+            raise RunError(f"{path}: expected 8 bytes for each image; got {len(content)}")
+        return np.frombuffer(content, "<u8")
 
     @property
     def digest(self) -> str:
@@ -154,10 +176,13 @@ def with_data_path(config: RunConfig, folder: Path | None) -> RunConfig:
     return config.replaced("data", source=path) if Path(path).exists() else config
 
 
-def open_data(config: RunConfig, *, folder: Path | None = None, download: bool = True) -> Dataset:
+def open_data(
+    config: RunConfig, *, folder: Path | None = None, channels: int | None = None, download: bool = True
+) -> Dataset:
     """The data set of a run.
 
     Args:
+        channels: to convert image files to, as ``load_data`` does.
         folder: the run's folder; place.json in it has the absolute path.
 
     Raises:
@@ -168,6 +193,7 @@ def open_data(config: RunConfig, *, folder: Path | None = None, download: bool =
     data = load_data(
         options.source,
         **options.for_loading(),
+        channels=channels,
         memory=None if config.hardware.memory is None else config.hardware.memory * 1e9,
         download=download,
     )
@@ -233,6 +259,13 @@ def write_or_check_data_info(run: Run, data: Dataset) -> None:
         raise RunError(f"{path}: expected the classes, size, mean and deviation of {info.name}; got others")
 
 
+def write_seen_images(run: Run, data: Dataset) -> None:
+    """Writes ``seen_images.bin``, unless it exists."""
+    if not (run.folder / SEEN).exists():
+        hashes = np.unique(np.concatenate([image_hashes(data.train), image_hashes(data.val)]))
+        write_atomically(run.folder / SEEN, hashes.tobytes())
+
+
 @contextmanager
 def open_or_resume(
     accelerator: Accelerator, out: Path, config: RunConfig, data: Dataset, resume: bool
@@ -250,6 +283,7 @@ def open_or_resume(
                 stack.enter_context(lock_run(out, config, resume=resume))
                 write_or_check_data_info(run, data)
                 write_data_path(run, config)
+                write_seen_images(run, data)
                 if run.finished:
                     record = run.record
                 else:

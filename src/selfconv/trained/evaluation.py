@@ -223,17 +223,20 @@ def evaluate(
 
     Args:
         data: a data set as ``load_data`` takes it; by default the one that the model was trained on. Its test
-            images count, or all of its images if it has no test part.
+            images count, or all of its images if it has no test part; images that the run was trained or
+            validated on are left out, with a warning.
         pixel_range: of those images; by default that of the training images.
         out: folder for the files; by default that of the run.
         watch: called with the completed fraction and a status line.
+
+    Raises:
+        EvaluationNotSaved: the files cannot be written; the error has the results.
     """
     dataset = trained.open_data(data, pixel_range)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = torch.device("cpu") if device is None else device
     own = dataset.digest == trained.data.digest
-    # no image of another data set was used in training
-    split = dataset.test if own or dataset.has_test_part else dataset.everything
+    split = trained.test_images(dataset)
     model = trained.optimized
     if device.type != "cpu":
         model = copy.deepcopy(model).to(device)  # others use the one on the CPU
@@ -243,17 +246,40 @@ def evaluate(
     folder = (trained.run_folder if own else None) if out is None else Path(out)
     if folder is None:
         return evaluation
+    try:
+        _save(
+            trained,
+            evaluation,
+            PredictionTable(split, probabilities, trained.data.class_names),
+            folder,
+            pictures,
+        )
+    except OSError as error:
+        raise EvaluationNotSaved(folder, error, evaluation) from error
+    return evaluation
+
+
+class EvaluationNotSaved(OSError):
+    """The files of an evaluation could not be written; ``evaluation`` has the results."""
+
+    def __init__(self, folder: Path, error: OSError, evaluation: Evaluation) -> None:
+        why = error.strerror or error
+        super().__init__(f"{folder}: the results cannot be saved ({why}): give another folder with --out")
+        self.evaluation = evaluation
+
+
+def _save(
+    trained: TrainedModel, evaluation: Evaluation, table: PredictionTable, folder: Path, pictures: bool
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "evaluation.json", asdict(evaluation))
-    table = PredictionTable(split, probabilities, trained.data.class_names)
     write_atomically(folder / "predictions.csv", table.to_csv().encode())
     if not pictures or find_spec("matplotlib") is None:  # the numbers are in the file
-        return evaluation
+        return
     write_figure(folder / "confusion.png", confusion_figure(evaluation), dpi=120)
     curve = {trained.name: evaluation.rotation}
     write_figure(folder / "rotation.png", rotation_figure(curve, evaluation.data), dpi=120)
     write_figure(folder / "mistakes.png", table.mistakes_figure(evaluation.data), dpi=120)
-    return evaluation
 
 
 def confusion_figure(evaluation: Evaluation) -> Figure:

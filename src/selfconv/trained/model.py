@@ -8,12 +8,24 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from selfconv._files import describe_folder, file_sha256, read_as
 from selfconv._memory import machine_memory
-from selfconv.data import DataInfo, Dataset, PixelRange, describe_channels, normalise, read_image
+from selfconv.data import (
+    Clipping,
+    DataInfo,
+    Dataset,
+    GroupError,
+    PixelRange,
+    Split,
+    describe_channels,
+    image_hashes,
+    normalise,
+    read_image,
+)
 from selfconv.models import (
     WEIGHTS,
     ResNet,
@@ -95,6 +107,7 @@ class TrainedModel:
             if data.digest != self.data.digest:
                 raise RunError(
                     f"{self.name}: the data set {data.name} has changed since this model was trained"
+                    + _earlier_levels(self.data.pixels)
                 )
             return data
         own = pixel_range is None
@@ -104,10 +117,14 @@ class TrainedModel:
             source=os.fspath(source),
             image_size=self.data.size,
             pixel_range=pixel_range,
-            group_by=None,
             subset=None,
         )
-        data = open_data(config)
+        # grey files in colour and the reverse, as predict reads them; other channels are as they are
+        channels = self.data.in_channels if self.data.in_channels in (1, 3) else None
+        try:
+            data = open_data(config, channels=channels)  # in groups, so that a folder that has moved is known
+        except GroupError:
+            data = open_data(config.replaced("data", group_by=None), channels=channels)
         (ours, theirs) = (_classes_and_channels(info) for info in (self.data, DataInfo.of(data)))
         known = {*self.data.class_names} & {*data.class_names}
         if not known or self.data.in_channels != data.in_channels:
@@ -118,7 +135,47 @@ class TrainedModel:
                 f"{self.name}: expected {self.data.pixels.dtype} values, as the training images have; "
                 f"{os.fspath(source)} has {data.pixels.dtype}: give their range with --range"
             )
+        if own:
+            warn_of_clipping(data.name, data.clipping, self.data.pixels)
         return data
+
+    def test_images(self, data: Dataset) -> Split:
+        """The images of a data set that count in a test: none that the model was trained or validated on.
+
+        Of its own data set the test part. Of others the test part, or all images if there is none, without
+        those whose pixels equal those of an image that the run has seen; a warning tells how many these are.
+
+        Raises:
+            RunError: no image is left.
+        """
+        if data.digest == self.data.digest:
+            return data.test
+        split = data.test if data.has_test_part else data.everything
+        if self.run_folder is None:
+            return split
+        seen = Run(self.run_folder).seen_images
+        if seen is None:
+            warnings.warn(
+                f"{self.name}: a run of an earlier version, without hashes of its images: any of {data.name} "
+                "that it was trained on count as test images",
+                stacklevel=3,
+            )
+            return split
+        new = torch.from_numpy(~np.isin(image_hashes(split), seen))
+        left = int(new.sum())
+        if left == 0:
+            raise RunError(
+                f"{self.name}: expected images to test on; all {len(split)} of {data.name} are among those "
+                "that the model was trained or validated on"
+            )
+        if left < len(split):
+            warnings.warn(
+                f"{data.name}: {len(split) - left} of {len(split)} images are left out: the model was "
+                "trained or validated on them",
+                stacklevel=3,
+            )
+            return split.take(new.nonzero()[:, 0])
+        return split
 
     def read_image(self, path: str | os.PathLike[str]) -> Tensor:
         """Reads an image file as integers ``[C, size, size]``, preprocessed as in a training folder."""
@@ -259,6 +316,15 @@ def _check_images(model: ResNet, info: DataInfo, folder: Path) -> None:
         )
 
 
+def warn_of_clipping(what: str, clipping: Clipping, pixels: PixelRange) -> None:
+    """Warns if files have more than a few values outside the range of the training images."""
+    if (outside := clipping.describe()) is not None:
+        warnings.warn(
+            f"{what}: {outside} the training range {pixels}: --range LOW,HIGH gives the range of these files",
+            stacklevel=3,
+        )
+
+
 def _classes_and_channels(info: DataInfo) -> str:
     names, channels = info.class_names, describe_channels(info.in_channels)
     return f"{len(names)} classes ({', '.join(names[:3])}{', …' * (len(names) > 3)}) in {channels}"
@@ -269,6 +335,13 @@ def _range_option(pixels: PixelRange) -> str:
     if pixels.by_type:
         return "dtype"
     return "auto" if pixels == PixelRange() else f"{pixels.low!r},{pixels.high!r}"
+
+
+def _earlier_levels(pixels: PixelRange) -> str:
+    """What an earlier version did to floating point images, if it may explain that a digest differs."""
+    if pixels.whole_width >= pixels.levels:
+        return ""
+    return f", or an earlier version trained it, which read these images in {pixels.whole_width + 1} levels"
 
 
 def _with_classes(data: Dataset, names: list[str]) -> Dataset:

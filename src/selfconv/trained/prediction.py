@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 
 from selfconv.data import (
-    IMAGE_SUFFIXES,
+    Clipping,
     DataError,
     PixelRange,
     Split,
+    is_image_name,
     parse_range,
     read_images,
     require_image_readers,
 )
-from selfconv.trained.model import TrainedModel
+from selfconv.trained.model import TrainedModel, warn_of_clipping
 from selfconv.trained.outputs import logits
 
 FILES, PIXELS = 128, 2**24  # to be read at a time, at most: answers come after each batch
@@ -37,9 +38,16 @@ class Prediction:
     probabilities: dict[str, float]
 
 
-def image_files(patterns: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """The files for a list of files, folders (all images in them, at any depth) and wildcards."""
+def image_files(
+    patterns: Sequence[str | os.PathLike[str]], report: Callable[[DataError], None]
+) -> list[Path]:
+    """The files for a list of files, folders (all images in them, at any depth) and wildcards.
+
+    Args:
+        report: called with an error for each of them that names no file; if none does, the first is raised.
+    """
     files: list[Path] = []
+    errors: list[DataError] = []
     for pattern in patterns:
         if not os.fspath(pattern):  # Path("") is the working directory
             raise DataError("expected an image, a folder of images or a wildcard; got an empty name")
@@ -53,14 +61,21 @@ def image_files(patterns: Sequence[str | os.PathLike[str]]) -> list[Path]:
             found = [f for match in matches for f in (_images(match) if match.is_dir() else [match])]
         if not found:
             what = "no images in this folder" if path.is_dir() else "no such file"
-            raise DataError(f"{pattern}: expected an image, a folder of images or a wildcard; got {what}")
+            expected = "expected an image, a folder of images or a wildcard"
+            errors.append(DataError(f"{pattern}: {expected}; got {what}"))
         files += found
+    if not files and errors:
+        raise errors[0]
+    for error in errors:
+        report(error)
     return list(dict.fromkeys(files))
 
 
 def _images(folder: Path) -> list[Path]:
     return sorted(
-        path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file()
+        path
+        for path in folder.rglob("*")
+        if not any(part.startswith(".") for part in path.relative_to(folder).parts) and is_image_name(path)
     )
 
 
@@ -97,16 +112,19 @@ def predict_each(
         watch: called with the number of files that are done and of all.
         see: called with each prediction and the image that it is about: pixels in 0..1, [C, size, size].
     """
-    files, info = image_files(images), trained.data
+    missing: list[DataError] = []
+    files, info = image_files(images, missing.append), trained.data
+    clipped: list[Clipping] = []
     pixels = info.pixels if pixel_range is None else _given_range(pixel_range)
     require_image_readers()
 
     def read(file: Path) -> Tensor | DataError:
         try:
-            return read_images(file, info.size, info.in_channels, pixels=pixels)
+            return read_images(file, info.size, info.in_channels, pixels=pixels, tally=clipped.append)
         except DataError as error:
             return error
 
+    yield from missing
     step = max(1, min(FILES, PIXELS // info.size**2))
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         for start in range(0, len(files), step):
@@ -128,6 +146,8 @@ def predict_each(
                     yield prediction
             if watch is not None:
                 watch(start + len(chunk), len(files))
+    if pixel_range is None:
+        warn_of_clipping(trained.name, Clipping.total(clipped), pixels)
 
 
 def _probabilities(trained: TrainedModel, images: Tensor, pixels: PixelRange) -> list[list[float]]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from selfconv._extras import require
 from selfconv.data.images import Item
-from selfconv.data.pixels import DataError
+from selfconv.data.pixels import DataError, GroupError
 from selfconv.data.sources.listing import PARTS, Listed, Listing
 
 PREFIX = "hf:"
@@ -53,7 +53,7 @@ def _list(what: str, name: str, options: dict[str, Any], group_by: str | None) -
     image = _column(what, features, "image", lambda kind: isinstance(kind, datasets.Image))
     label = _column(what, features, "label", lambda kind: isinstance(kind, datasets.ClassLabel))
     if group_by is not None and group_by not in features:
-        raise DataError(
+        raise GroupError(
             f"{what}: group_by: expected one of the columns {', '.join(features)}; got {group_by!r}"
         )
     names, listed = _classes(parts["train"], label), {}
@@ -61,7 +61,14 @@ def _list(what: str, name: str, options: dict[str, Any], group_by: str | None) -
         pictures = rows.select_columns([image]).cast_column(image, datasets.Image(decode=False))
         items = [Item(f"{part}[{i}]", partial(_content, pictures, image, i)) for i in range(len(rows))]
         labels = np.array([_label(what, names, value) for value in rows[label]], np.int64)
-        groups = None if group_by is None else [str(value) for value in rows[group_by]]
+        groups = (
+            None
+            if group_by is None
+            else [
+                f"({part}[{i}])" if value in (None, "") else str(value)
+                for i, value in enumerate(rows[group_by])
+            ]
+        )
         listed[part] = Listed(items, labels, groups)
     fingerprints = repr([(part, rows._fingerprint) for part, rows in parts.items()])
     return Listing(what, name, list(map(str, names)), listed, lambda: fingerprints)

@@ -15,8 +15,8 @@ import numpy as np
 from selfconv._files import check_file
 from selfconv.data.dataset import Dataset, SourcePart, build
 from selfconv.data.decoding import decode_all, files_key
-from selfconv.data.images import IMAGE_SUFFIXES, Item, require_image_readers, stack_items
-from selfconv.data.pixels import DataError, UnreadableError
+from selfconv.data.images import IMAGE_SUFFIXES, Item, is_image_name, require_image_readers, stack_items
+from selfconv.data.pixels import DataError, GroupError, UnreadableError
 from selfconv.data.splits import Labels, check_groups, split_off
 
 Files = dict[str, list[Item]]  # of each class
@@ -51,7 +51,7 @@ def load_listing(listing: Listing, *, seed: int, validation: float, **decoding: 
     require_image_readers()
     items = [item for part in listing.parts.values() for item in part.items]
     check_groups(listing.what, {name: part.groups for name, part in listing.parts.items()})
-    stack, pixels = decode_all(listing.name, items, listing.key(), **decoding)
+    stack, pixels, clipping = decode_all(listing.name, items, listing.key(), **decoding)
     arrays, start = {}, 0
     for name, part in listing.parts.items():
         rows = np.arange(start, start + len(part.items))
@@ -75,6 +75,7 @@ def load_listing(listing: Listing, *, seed: int, validation: float, **decoding: 
         seed=seed,
         validation=validation,
         pixels=pixels,
+        clipping=clipping,
         has_test_part=has_test_part,
     )
 
@@ -97,17 +98,24 @@ def list_folder(root: Path, group_by: str | None) -> Listing:
     return Listing(str(root), root.resolve().name, names, listed, lambda: files_key(everything))
 
 
-def _matcher(pattern: str) -> Callable[[str], str]:
-    """From the name of a file to its group: what the first parentheses match, or else the whole match."""
+def _matcher(pattern: str, columns: Sequence[str] = ()) -> Callable[[str], str]:
+    """From the name of a file to its group: what the first parentheses match, or else the whole match.
+
+    Args:
+        columns: of a list, one of which may have been meant.
+    """
+    known = f", or one of the columns {', '.join(columns)}" if columns else ""
     try:
         compiled = re.compile(pattern)
     except re.error as error:
-        raise DataError(f"group_by: expected a regular expression; got {pattern!r} ({error})") from None
+        raise GroupError(f"group_by: expected a regular expression; got {pattern!r} ({error})") from None
 
     def find(name: str) -> str:
         match = compiled.search(name)
         if match is None:
-            raise DataError(f"group_by: expected {pattern!r} in the name of every file; not in {name}")
+            raise GroupError(
+                f"group_by: expected {pattern!r} in the name of every file{known}; not in {name}"
+            )
         return match[1] if compiled.groups and match[1] is not None else match[0]
 
     return find
@@ -158,14 +166,31 @@ def _scan_parts(root: Path, folders: list[Path], ignored: list[Path]) -> dict[st
 
 def _scan_classes(root: Path, folders: list[Path], ignored: list[Path]) -> Files:
     classes: Files = {}
+    deeper: list[tuple[Path, str]] = []
     for folder in folders:
         images = classes[folder.name] = []
-        for path in _visible(folder):
-            if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file():
+        for path in _files_in(folder):
+            if is_image_name(path):
                 images += _items(path, path.relative_to(root).as_posix(), root)
+                deeper += [(path, folder.name)] if path.parent != folder else []
             else:
                 ignored.append(path)
+    if deeper:
+        first, name = deeper[0]
+        warnings.warn(
+            f"{root}: {len(deeper)} images are in folders within the folder of a class and count for it, "
+            f"{first.relative_to(root)} for {name!r} first",
+            stacklevel=6,
+        )
     return classes
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """All that is in a folder and its folders, in order of name, but nothing hidden, and no folders."""
+    found: list[Path] = []
+    for path in _visible(folder):
+        found += _files_in(path) if path.is_dir() and not path.is_symlink() else [path]
+    return found
 
 
 def _items(path: Path, name: str, what: Path) -> list[Item]:
@@ -185,50 +210,83 @@ def _visible(folder: Path) -> Iterator[Path]:
 def list_manifest(path: Path, group_by: str | None) -> Listing:
     """A CSV file with the columns path and label, and perhaps split and group; paths from its folder."""
     require_image_readers()
-    rows = _rows(path)
-    columns = {*rows[0]}
+    numbered = _rows(path)
+    columns = [*numbered[0][1]]
     if missing := [column for column in ("path", "label") if column not in columns]:
-        found = ", ".join(sorted(columns))
+        found = ", ".join(columns)
+        hint = ": separate columns by commas, not semicolons" if ";" in found else ""
         raise DataError(
-            f"{path}: expected columns path, label and perhaps split, group; got {found}, no {missing[0]}"
+            f"{path}: expected columns path, label and perhaps split, group; got {found}, no "
+            f"{missing[0]}{hint}"
         )
     column = (
         group_by if group_by in columns else ("group" if group_by is None and "group" in columns else None)
     )
-    find = None if group_by is None or column is not None else _matcher(group_by)
-    names = sorted({row["label"] for row in rows})
-    members: dict[str, list[tuple[Item, int, str | None]]] = {}
-    for number, row in enumerate(rows, 2):
+    find = None if group_by is None or column is not None else _matcher(group_by, columns)
+    names = sorted({row["label"] for _, row in numbered})
+    _check_labels(path, numbered)
+    parts: dict[str, list[tuple[int, dict[str, str]]]] = {}
+    for number, row in numbered:
         part = PARTS.get(row["split"] or "train") if "split" in columns else "train"
         if part is None:
             raise DataError(
                 f"{path}, line {number}: split: expected train, val or test; got {row['split']!r}"
             )
-        if not row["path"] or not row["label"]:
-            raise DataError(f"{path}, line {number}: expected a path and a label; got an empty one")
-        group = row[column] if column is not None else None if find is None else find(row["path"])
-        for item in _items(path.parent / row["path"], row["path"], path):
-            members.setdefault(part, []).append((item, names.index(row["label"]), group))
-    if "train" not in members:
-        raise DataError(f"{path}: expected images to train on; got split {', '.join(members)} alone")
+        parts.setdefault(part, []).append((number, row))
+    if "train" not in parts:
+        raise DataError(f"{path}: expected images to train on; got split {', '.join(parts)} alone")
+    _check_files(path, numbered)
     listed: dict[str, Listed] = {}
-    for part in (part for part in ("train", "val", "test") if part in members):
-        items, labels, groups = zip(*members[part], strict=True)
+    for part in (part for part in ("train", "val", "test") if part in parts):
+        members: list[tuple[Item, int, str | None]] = []
+        for number, row in parts[part]:
+            group = None if find is None else find(row["path"])
+            if column is not None:
+                group = row[column] or f"(line {number})"  # an empty cell: a group of its own
+            for item in _items(path.parent / row["path"], row["path"], path):
+                members.append((item, names.index(row["label"]), group))
+        items, labels, groups = zip(*members, strict=True)
         grouped = column is not None or find is not None
         listed[part] = Listed(items, np.array(labels, np.int64), groups if grouped else None)
     everything = [item for part in listed.values() for item in part.items]
     return Listing(str(path), path.stem, names, listed, lambda: files_key(everything))
 
 
-def _rows(path: Path) -> list[dict[str, str]]:
+def _check_labels(path: Path, numbered: Sequence[tuple[int, dict[str, str]]]) -> None:
+    """Raises DataError unless every line has a path and a label, and no path has two labels."""
+    labels: dict[str, tuple[str, int]] = {}
+    for number, row in numbered:
+        if not row["path"] or not row["label"]:
+            raise DataError(f"{path}, line {number}: expected a path and a label; got an empty one")
+        label, first = labels.setdefault(row["path"], (row["label"], number))
+        if label != row["label"]:
+            raise DataError(
+                f"{path}, line {number}: expected one label for each path; {row['path']} is "
+                f"{row['label']!r}, and {label!r} in line {first}"
+            )
+
+
+def _check_files(path: Path, numbered: Sequence[tuple[int, dict[str, str]]]) -> None:
+    """Raises DataError if files do not exist."""
+    absent = [(number, row["path"]) for number, row in numbered if not (path.parent / row["path"]).exists()]
+    if absent:
+        number, name = absent[0]
+        raise DataError(
+            f"{path}, line {number}: no such file: {name}; {len(absent)} of {len(numbered)} files are missing"
+        )
+
+
+def _rows(path: Path) -> list[tuple[int, dict[str, str]]]:
+    """The lines by column, each with its number in the file, without spaces around the cells."""
     try:
         check_file(path, MANIFEST_BYTES)
         with open(path, newline="", encoding="utf-8-sig") as file:
-            rows = [*csv.DictReader(file, restkey="more", restval="", strict=True)]
+            reader = csv.DictReader(file, restkey="more", restval="", strict=True, skipinitialspace=True)
+            rows = [(reader.line_num, row) for row in reader]
     except (ValueError, csv.Error) as error:
         raise DataError(f"{path}: expected a CSV file in UTF-8 ({error})") from None
     if not rows:
         raise DataError(f"{path}: expected a line of column names and a line for each image; got none")
-    if long := [number for number, row in enumerate(rows, 2) if "more" in row]:
+    if long := [number for number, row in rows if "more" in row]:
         raise DataError(f"{path}, line {long[0]}: expected as many columns as the first line has; got more")
-    return rows
+    return [(number, {key.strip(): cell.strip() for key, cell in row.items()}) for number, row in rows]

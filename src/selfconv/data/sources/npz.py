@@ -24,9 +24,16 @@ def load_npz(
     path: Path, *, image_size: int | None, seed: int, validation: float, pixel_range: str
 ) -> Dataset:
     arrays, names = read_npz(path)
-    stored, pixels = store_arrays(path.stem, arrays, pixel_range)
+    stored, pixels, clipping = store_arrays(path.stem, arrays, pixel_range)
     return build(
-        path.stem, stored, names, image_size=image_size, seed=seed, validation=validation, pixels=pixels
+        path.stem,
+        stored,
+        names,
+        image_size=image_size,
+        seed=seed,
+        validation=validation,
+        pixels=pixels,
+        clipping=clipping,
     )
 
 

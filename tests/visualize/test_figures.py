@@ -266,6 +266,49 @@ def test_an_explanation_shows_the_answer_and_its_runner_up() -> None:
         assert f"{float(value):.2f}".replace("-", "−") in conclusion
 
 
+def conclusion(figure: Figure) -> str:
+    return " ".join(figure.get_supxlabel().split())
+
+
+def test_an_explanation_says_whether_covering_the_places_it_names_has_their_sign() -> None:
+    activation = torch.zeros(2, 4, 4)
+    activation[0, 0, 0], activation[0, 3, 3] = 5.0, -2.0
+    occlusion = torch.zeros(2, 8, 8)
+    occlusion[0, :2, :2], occlusion[0, 6:, 6:] = 1.25, -0.5
+    names = ["cat", "dog"]
+    said = conclusion(explanation_figure(IMAGE, activation, occlusion, names))
+    assert "at the top left (5.00): covering it lowers the difference of the logits by 1.25." in said
+    assert "at the bottom right (−2.00): covering it raises the difference of the logits by 0.50." in said
+    evidence, falls = activation[0].flatten(), occlusion[0, ::2, ::2].flatten()
+    correlation = np.corrcoef(evidence.numpy(), falls.numpy())[0, 1]
+    assert f"The correlation of the two maps is {correlation:.2f}." in said
+    said = conclusion(explanation_figure(IMAGE, activation, -occlusion, names))
+    assert "at the top left (5.00), but covering it raises the difference of the logits by 1.25." in said
+    assert "(−2.00), but covering it lowers the difference of the logits by 0.50." in said
+    assert f"The correlation of the two maps is −{correlation:.2f}." in said
+    occlusion[0, :2, :2] = 0
+    said = conclusion(explanation_figure(IMAGE, activation, occlusion, names))
+    assert "at the top left (5.00), but covering it changes nothing." in said
+
+
+def test_rounding_is_not_drawn_as_evidence() -> None:
+    """Covering parts of a uniform image changes logits by rounding alone."""
+    activation, noise = torch.randn(3, 4, 4) + 1, 1e-6 * torch.randn(3, 8, 8)
+    figure = explanation_figure(IMAGE, activation, noise, ["cat", "dog", "cow"])
+    drawn = [axes for axes in panels(figure) if len(axes.images) == 2]
+    for axes in drawn[1::2]:  # columns: activation, occlusion
+        assert shown_opacity(axes).max() < 0.05
+    assert shown_opacity(drawn[0]).max() == pytest.approx(0.9)
+    said = conclusion(figure)
+    assert said.endswith("Covering any part changes nothing.")
+    assert "correlation" not in said
+    assert "covering it" not in said
+
+
+def shown_opacity(axes: Axes) -> Any:
+    return np.asarray(axes.images[1].get_array())[..., 3]
+
+
 def test_the_paper_s_largest_layers_are_readable() -> None:
     for name in ("resnet29_asc", "p4resnet29_asc"):
         layer = create_model(name).get_submodule("stages.2.0.spatial.conv")

@@ -94,7 +94,7 @@ class Comparison:
         if len(own) < 2:
             shipped = [open_trained(name) for name in list_models(pretrained=True)]
             if own:
-                own += _one_of_each_group([other for other in shipped if _counterparts(own[0], other)])
+                own += _one_of_each_group([other for other in shipped if _counterparts(own[0], other)])[:1]
             elif shipped:
                 own = max((_comparable(one, shipped) for one in shipped), key=len)
         if not own:
@@ -176,15 +176,15 @@ class Comparison:
 
 
 def _comparable(one: TrainedModel, others: Sequence[TrainedModel]) -> list[TrainedModel]:
-    """One model of each group, smallest group first, that take the images of ``one`` and know its classes."""
-    alike = _one_of_each_group([other for other in others if _same_inputs_and_classes(one, other)])
-    return sorted(alike, key=lambda trained: len(trained.model.group))
+    """A planar model and one on a group that take the images of ``one`` and know its classes."""
+    return _one_of_each_group([other for other in others if _same_inputs_and_classes(one, other)])[:2]
 
 
 def _one_of_each_group(trained: Sequence[TrainedModel]) -> list[TrainedModel]:
-    """One of each group, with self convolution if there is such a one."""
+    """One of each group, smallest group first, with self convolution if there is such a one."""
     by_interest = sorted(trained, key=lambda one: one.model.config["spatial"] != "conv")
-    return list({one.model.group.name: one for one in by_interest}.values())
+    found = {one.model.group.name: one for one in by_interest}.values()
+    return sorted(found, key=lambda one: len(one.model.group))
 
 
 def _counterparts(a: TrainedModel, b: TrainedModel) -> bool:

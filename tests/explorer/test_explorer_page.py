@@ -19,7 +19,7 @@ import PIL.Image
 import pytest
 from helpers.bombs import png_that_claims
 from helpers.tiny_runs import command, environment
-from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, Route, expect, sync_playwright
 
 from selfconv.explorer._answers import MAX_UPLOAD
 from selfconv.explorer._comparison import Comparison
@@ -267,6 +267,100 @@ def test_layer_head_and_channel(page: Page) -> None:
     assert pictures(page, "#filters .filters") != before
 
 
+class Held:
+    """Requests to a path that wait until they are released."""
+
+    def __init__(self, page: Page, path: str) -> None:
+        self.holding, self.routes = True, list[Route]()
+        page.route(f"**{path}", self.handle)
+
+    def handle(self, route: Route) -> None:
+        if self.holding:
+            self.routes.append(route)
+        else:
+            route.continue_()
+
+    def release(self) -> None:
+        self.holding = False
+        for route in self.routes:
+            route.continue_()
+
+
+def click_pixel(page: Page, row: int, column: int) -> None:
+    box = page.locator("#stage").bounding_box()
+    assert box is not None
+    place = {"x": box["width"] * (column + 0.5) / 16, "y": box["height"] * (row + 0.5) / 16}
+    page.locator("#stage").click(position=place)  # type: ignore[arg-type]
+
+
+def framed(page: Page) -> tuple[str, str]:
+    """The pixel in the frame, and the one whose filters are shown."""
+    row, column = (
+        round(float(page.locator("#pixel").evaluate(f"one => parseFloat(one.style.{side})")) * 16 / 100)
+        for side in ("top", "left")
+    )
+    found = re.search(r"row \d+, column \d+", card(page, "filters", 0).inner_text())
+    assert found
+    return f"row {row}, column {column}", found[0]
+
+
+@pytest.mark.parametrize("change", ["turn", "head", "layer"])
+def test_frame_and_filters_are_of_one_pixel(page: Page, change: str) -> None:
+    """Also if a pixel is clicked while the answer to another change is on its way."""
+    held = Held(page, "/api/look")
+    if change == "turn":
+        page.get_by_role("button", name="turn left by 90°").click()
+    else:
+        page.locator(f"#{change}").select_option(index=1)
+    click_pixel(page, 5, 2)
+    page.wait_for_timeout(300)
+    assert len(set(framed(page))) == 1
+    held.release()
+    expected = "row 13, column 5" if change == "turn" else "row 5, column 2"  # of the image that was clicked
+    expect(card(page, "filters", 0)).to_contain_text(f"{expected} of the")
+    assert framed(page) == (expected, expected)
+    expect(page.locator("#place")).to_have_text(f"Now: {expected}.")
+
+
+def test_the_ends_of_the_slider_stay_where_they_are(page: Page) -> None:
+    slider = page.get_by_label("Turn it")
+    for key, angle in (("Home", "−180"), ("End", "180")):
+        slider.press(key)
+        expect(page.locator("#maps")).to_contain_text(f"turned {angle}°")
+        assert slider.input_value() == angle.replace("−", "-")
+
+
+def test_controls_show_what_is_shown_after_an_error(server: Server, browser: Browser) -> None:
+    page = browser.new_page()  # its console has the error
+    page.goto(server.address)
+    expect(page.locator("body[data-ready]")).to_be_visible()
+    page.route("**/api/look", lambda route: route.fulfill(status=400, body="no such turn"))
+    page.get_by_role("button", name="turn left by 90°").click()
+    message = page.locator("#message")
+    expect(message).to_have_text("no such turn")
+    expect(page.locator("#degrees")).to_have_text("0°")
+    page.locator("#head").select_option(index=2)
+    expect(page.locator("#head")).not_to_have_value("2")
+    page.unroute("**/api/look")
+    page.get_by_role("button", name="turn left by 90°").click()
+    expect(page.locator("#degrees")).to_have_text("90°")
+    expect(message).to_have_text("")
+    page.close()
+
+
+def test_an_upload_does_not_override_a_later_choice(page: Page) -> None:
+    held = Held(page, "/api/upload")
+    upload(page, "photo.png", as_png(np.full((40, 60), 99, np.uint8)))
+    expect(page.locator("#message")).to_have_text("photo.png: reading…")
+    page.get_by_role("button", name="sample: 6").click()
+    expect(card(page, "decisions", 1)).to_contain_text("✓ true class 6")
+    with page.expect_response("**/api/upload"):
+        held.release()
+    page.wait_for_timeout(300)
+    expect(card(page, "decisions", 1)).to_contain_text("✓ true class 6")
+    expect(page.locator("#message")).to_have_text("")
+
+
 def test_uploads(page: Page, server: Server, tmp_path: Path) -> None:
     before, message = pictures(page, "#stage"), page.locator("#message")
     photo = as_png(np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8))
@@ -287,6 +381,7 @@ def test_uploads(page: Page, server: Server, tmp_path: Path) -> None:
     expect(message).to_contain_text("large.png: expected up to 16 MB; got 16.0 MB")
     page.get_by_role("button", name="sample: 3").click()  # still usable
     expect(card(page, "decisions", 1)).to_contain_text("answers 3")
+    expect(message).to_have_text("")
 
 
 def test_what_training_saw(page: Page) -> None:
@@ -445,6 +540,18 @@ def test_ctrl_c_ends_it_and_leaves_nothing(server: Server, browser: Browser) -> 
     expect(page.locator("body[data-ready]")).to_be_visible()
     before = server.errors.read_text()
     assert server.end() == 0
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.get_by_role("button", name="turn left by 90°").click()
+    ended = "The server has ended: start `selfconv explore` again, then reload this page."
+    expect(page.locator("#message")).to_have_text(ended)
+    expect(page.locator("#degrees")).to_have_text("0°")  # as the image that is shown
+    before_more = len(asked)
+    page.get_by_role("button", name="All around").click()
+    page.get_by_role("button", name="sample: 6").click()
+    page.wait_for_timeout(300)
+    expect(page.get_by_role("button", name="sample: 6")).to_have_attribute("aria-pressed", "false")
+    assert len(asked) == before_more
     page.close()
     assert server.errors.read_text() == before
     assert list(server.folder.glob("selfconv-*")) == []

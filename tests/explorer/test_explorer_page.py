@@ -34,12 +34,13 @@ CHROMIUM = (
 class Server:
     """``selfconv explore`` in a process of its own, with a folder for its temporary files."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *models: str) -> None:
+        self.folder, self.models = folder, models
         self.errors = folder.parent / "errors.txt"
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
-                command("explore", "--no-open", "--port", "0"),
+                command("explore", "--no-open", "--port", "0", *models),
+                cwd=folder,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
@@ -256,11 +257,13 @@ def test_the_evidence_adds_up(page: Page) -> None:
 
 def test_layer_head_and_channel(page: Page) -> None:
     planar = card(page, "filters", 0)
-    page.locator("#layer").select_option(label="stage 3, block 1: 8×8 map")
+    last = "stages.2.0.spatial.conv: 8×8 map, pooled to 4×4 after attention"
+    page.locator("#layer").select_option(label=last)
     expect(planar).to_contain_text("of the 8×8 map")
     page.locator("#channel").select_option(label="3")
-    page.locator("#head").select_option(label="1")
-    expect(planar).to_contain_text("head 1, channel 3")
+    page.locator("#head").select_option(label="0")
+    expect(planar).to_contain_text("stages.2.0.spatial.conv")
+    expect(planar).to_contain_text("head 0, channel 3")
     before = pictures(page, "#filters .filters")
     page.locator("#head").select_option(label="2")
     expect(planar).to_contain_text("head 2, channel 3")
@@ -339,8 +342,9 @@ def test_controls_show_what_is_shown_after_an_error(server: Server, browser: Bro
     message = page.locator("#message")
     expect(message).to_have_text("no such turn")
     expect(page.locator("#degrees")).to_have_text("0°")
-    page.locator("#head").select_option(index=2)
-    expect(page.locator("#head")).not_to_have_value("2")
+    before = page.locator("#head").input_value()
+    page.locator("#head").select_option(index=0 if before == "1" else 1)
+    expect(page.locator("#head")).to_have_value(before)
     page.unroute("**/api/look")
     page.get_by_role("button", name="turn left by 90°").click()
     expect(page.locator("#degrees")).to_have_text("90°")
@@ -407,6 +411,38 @@ def test_dark_mode(page: Page) -> None:
     light = page.evaluate(colour)
     page.emulate_media(color_scheme="dark")
     assert page.evaluate(colour) != light
+
+
+def test_a_network_without_attention_whose_data_are_not_there(browser: Browser, tmp_path: Path) -> None:
+    (tmp_path / "temporary").mkdir()
+    server = Server(tmp_path / "temporary", "resnet29.cifar10")
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    try:
+        page.goto(server.address)
+        expect(page.locator("body[data-ready]")).to_be_visible()
+        note = "The images of cifar10 are not on this machine; choose an image of your own."
+        expect(page.locator("#message")).to_contain_text(note)
+        expect(page.locator(".mark-right, .mark-wrong")).to_have_count(0)
+        answer = page.locator(".answer b").inner_text()
+        expect(page.locator("#curve-caption")).to_contain_text(f"Probability of “{answer}”")
+        for hidden in ("#filters-section", "#head", "#click-hint", "#pixel", "#window"):
+            expect(page.locator(hidden)).to_be_hidden()
+        page.locator("#channel").select_option(label="3")
+        expect(page.locator("#maps")).to_contain_text("channel 3 of 0 to")
+        assert page.locator("#class option").first.inner_text() == "the answer"
+        name = page.locator("#verdicts .name")
+        assert name.evaluate("one => one.scrollWidth <= one.clientWidth")  # not cut off
+    finally:
+        page.close()
+        server.end()
+
+
+def test_a_uniform_image_has_no_evidence_of_occlusion(page: Page) -> None:
+    upload(page, "grey.png", as_png(np.full((16, 16), 99, np.uint8)))
+    caption = card(page, "decisions", 0).locator(".occlusion figcaption")
+    expect(caption).to_have_text("Occlusion: covering any part changes nothing.")
+    label = card(page, "decisions", 0).locator(".occlusion canvas").get_attribute("aria-label") or ""
+    assert label.endswith("Occlusion: covering any part changes nothing.")
 
 
 # ---- what the server refuses ----

@@ -344,6 +344,15 @@ def test_figures_of_a_run(run: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
             assert "<svg" in file.read_text()[:1000]
 
 
+def test_figures_without_the_data_of_the_model_ask_for_an_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_cli("figures", "resnet29.cifar10", "--out", tmp_path / "out") == 2
+    said = "the images of cifar10 are not on this machine; give an image with --image FILE"
+    assert capsys.readouterr().err == f"selfconv: resnet29.cifar10: {said}\n"
+
+
 def test_figures_of_shipped_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli("figures", "digits_asc", "--out", tmp_path / "asc") == 0
     assert "schematic.png" in capsys.readouterr().out

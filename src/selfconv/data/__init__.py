@@ -9,7 +9,14 @@
 """
 
 from selfconv.data.batches import Augment, Batches, Rotation, normalise
-from selfconv.data.dataset import MAX_PIXELS, DataInfo, Dataset, MissingDataError, describe_channels
+from selfconv.data.dataset import (
+    MAX_PIXELS,
+    AbsentDataError,
+    DataInfo,
+    Dataset,
+    MissingDataError,
+    describe_channels,
+)
 from selfconv.data.images import IMAGE_FORMATS, IMAGE_SUFFIXES, read_image, read_images, require_image_readers
 from selfconv.data.load import load_data
 from selfconv.data.pixels import DataError, PixelRange, as_bytes, fit, parse_range, visible_channels
@@ -20,6 +27,7 @@ __all__ = [
     "IMAGE_FORMATS",
     "IMAGE_SUFFIXES",
     "MAX_PIXELS",
+    "AbsentDataError",
     "Augment",
     "Batches",
     "DataError",

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from selfconv._files import write_figure
-from selfconv.data import normalise, visible_channels
+from selfconv.data import DataError, normalise, visible_channels
 from selfconv.testing import through_mask
+from selfconv.train import RunError
 from selfconv.trained import Prediction, TrainedModel
 from selfconv.visualize import figures
 from selfconv.visualize._choice import choose_pixels, choose_view
@@ -44,7 +45,12 @@ def write_figures(
     """
     truth = None
     if image is None:
-        test = trained.open_data().test
+        try:
+            test = trained.open_data().test
+        except (DataError, RunError) as error:
+            raise DataError(
+                f"{trained.name}: {trained.data_error_in_words(error)}; give an image with --image FILE"
+            ) from error
         pixels, truth = test.read(torch.tensor([0]))[0], trained.data.class_names[int(test.labels[0])]
     else:
         pixels = trained.read_image(image)

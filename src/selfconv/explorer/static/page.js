@@ -3,6 +3,7 @@
 import {chart, decode, fixed, largest, minus, node, number, overlay, part, photo, picture, sum, ticks} from "./draw.js";
 
 const $ = (id) => document.getElementById(id);
+const ROUNDING = 1e-4;  // of the largest logit: less is not drawn as evidence
 const [ANSWER, NOTHING, RUNNER_UP] = [-1, -1, -2];  // choices beside the classes
 const percent = (p) => `${(100 * p).toFixed(1)}%`;
 const best = (p) => p.indexOf(Math.max(...p));
@@ -276,19 +277,19 @@ function evidence(maps, n) {
 function drawDecisions() {
   $("decisions").replaceChildren(...about.models.map((model, n) => {
     const answer = shown.models[n], {map, words, logit} = evidence(decode(answer.activation), n);
-    const total = fixed(sum(map));
-    const where = overlay($("photo"), map, largest(map), `class activation map for ${words}, sum ${total}`);
+    const total = fixed(sum(map)), least = ROUNDING * Math.max(...answer.logits.map(Math.abs));
+    const where = overlay($("photo"), map, Math.max(largest(map), least), `class activation map for ${words}, sum ${total}`);
     const why = node("figure", {class: "activation"}, where, node("figcaption", {},
       `Activation map for ${words}: the cells add up to `, node("b", {}, total), `, ${logit}.`));
     const covered = node("figure", {class: "occlusion"});
     if (occlusion) {
-      const falls = evidence(occlusion[n], n).map, limit = largest(falls);
-      covered.append(overlay($("photo"), falls, limit, `occlusion for ${words}, largest fall ${number(limit)}`));
-      const most = Math.max(...falls.values);
-      covered.append(node("figcaption", {}, ...(most > 0
-        ? ["Occlusion: covering a part lowers this number by up to ", node("b", {}, fixed(most)), "."]
-        : ["Occlusion: no part is needed; covering one raises this number by up to ",
-          node("b", {}, fixed(-Math.min(...falls.values))), "."])));
+      const falls = evidence(occlusion[n], n).map, [fall, rise] = [Math.max(...falls.values), -Math.min(...falls.values)];
+      const said = fall > least ? ["covering a part lowers this number by up to ", node("b", {}, fixed(fall)), "."]
+        : rise > least ? ["no part is needed; covering one raises this number by up to ", node("b", {}, fixed(rise)), "."]
+          : ["covering any part changes nothing."];
+      const caption = node("figcaption", {}, "Occlusion: ", ...said);
+      const label = `for ${words}. ${caption.textContent}`;
+      covered.append(overlay($("photo"), falls, Math.max(largest(falls), least), label), caption);
     } else {
       const waiting = node("canvas", {"aria-hidden": "true"});
       waiting.width = waiting.height = 240;
@@ -327,9 +328,9 @@ function headsTable(model, f) {
   const heads = decode(f.heads), limit = largest(heads), count = heads.shape[0];
   const numbers = Array.from({length: count}, (_, n) => n);
   const head = node("tr", {}, node("td", {class: "corner"}), ...numbers.map((n) =>
-    node("th", {scope: "col", ...(n === f.head ? {class: "best"} : {})}, String(n + 1))));
+    node("th", {scope: "col", ...(n === f.head ? {class: "best"} : {})}, String(n))));
   const rows = model.planes.map((plane, p) => node("tr", {}, planeName(model, plane), ...numbers.map((n) =>
-    node("td", {}, picture(part(part(heads, n), p), limit, true, `α of head ${n + 1} at ${plane}`)))));
+    node("td", {}, picture(part(part(heads, n), p), limit, true, `α of head ${n} at ${plane}`)))));
   return node("table", {class: "heads"}, node("caption", {}, `α of every head, 0 to ${number(limit)}`),
     node("thead", {}, head), node("tbody", {}, ...rows));
 }
@@ -419,7 +420,7 @@ function options(select, names, value = 0, first = 0) {
 }
 
 function layerOptions() {
-  const {heads, channels} = about.layers[chosen.layer], count = (n) => Array.from({length: n}, (_, i) => String(i + 1));
+  const {heads, channels} = about.layers[chosen.layer], count = (n) => Array.from({length: n}, (_, i) => String(i));
   chosen.head = Math.min(chosen.head, heads - 1);
   chosen.channel = Math.min(chosen.channel, channels - 1);
   if ($("head").length !== heads) options($("head"), count(heads));
@@ -442,6 +443,11 @@ function listen() {
       showControls();
       refresh();
     });
+  if (about.attention) listenToPixels();
+  $("file").addEventListener("change", readUpload);
+}
+
+function listenToPixels() {
   $("stage").addEventListener("click", (event) => {
     const box = $("photo").getBoundingClientRect();
     choosePixel(Math.floor(((event.clientY - box.top) / box.height) * about.size),
@@ -454,24 +460,36 @@ function listen() {
     const [row, column] = currentPixel(), cell = about.size / about.layers[chosen.layer].size[0];
     choosePixel(row + step[0] * cell, column + step[1] * cell, chosen.angle);
   });
-  $("file").addEventListener("change", async () => {
-    const [file] = $("file").files;
-    $("file").value = "";
-    if (!file) return;
-    const mine = ++choices;  // the answer to an upload that was followed by another choice comes too late
-    say(`${file.name}: reading…`);
-    try {
-      if (file.size > about.maxUpload)
-        throw new Error(`expected up to ${about.maxUpload >> 20} MB; got ${(file.size / 2 ** 20).toFixed(1)} MB`);
-      const {image, size} = await ask("/api/upload", file);
-      if (mine !== choices) return;
-      uploads.set(image, `${file.name}, as ${size}×${size} pixels`);
-      choose(image);
-    } catch (error) {
-      if (gone) fail(error.message);
-      else if (mine === choices) fail(`${file.name}: ${error.message}`);
-    }
-  });
+}
+
+async function readUpload() {
+  const [file] = $("file").files;
+  $("file").value = "";
+  if (!file) return;
+  const mine = ++choices;  // the answer to an upload that was followed by another choice comes too late
+  say(`${file.name}: reading…`);
+  try {
+    if (file.size > about.maxUpload)
+      throw new Error(`expected up to ${about.maxUpload >> 20} MB; got ${(file.size / 2 ** 20).toFixed(1)} MB`);
+    const {image, size} = await ask("/api/upload", file);
+    if (mine !== choices) return;
+    uploads.set(image, `${file.name}, as ${size}×${size} pixels`);
+    choose(image);
+  } catch (error) {
+    if (gone) fail(error.message);
+    else if (mine === choices) fail(`${file.name}: ${error.message}`);
+  }
+}
+
+// No pixel has filters of its own: what remains of that section are the layer and channel of the maps.
+function withoutAttention() {
+  $("maps").before($("layer-controls"));
+  for (const id of ["filters-section", "head-label", "click-hint"]) $(id).hidden = true;
+  document.body.classList.add("still");
+  $("stage").removeAttribute("tabindex");
+  $("stage").setAttribute("role", "img");
+  $("stage").setAttribute("aria-label", "the image");
+  $("stage").removeAttribute("aria-describedby");
 }
 
 async function start() {
@@ -480,14 +498,15 @@ async function start() {
   $("about").textContent = `${names} ${many ? "say" : "says"} what is in an image, after training on ${about.data}. See `
     + "which parts of the image an answer comes from, and turn the image: does the answer hold?";
   $("planes-caption").hidden = about.models.every(({planes}) => planes.length === 1);
-  $("samples").append(...about.samples.map(({label, image}, n) => {
-    const button = node("button", {type: "button", "aria-label": `sample: ${label}`, title: label, "aria-pressed": "false"},
+  if (!about.attention) withoutAttention();
+  $("samples").append(...about.samples.map(({name, image}, n) => {
+    const button = node("button", {type: "button", "aria-label": `sample: ${name}`, title: name, "aria-pressed": "false"},
       photo(node("canvas"), image, about.channels));
     button.addEventListener("click", () => choose(n));
     return button;
   }));
   options($("layer"), about.layers.map(({title}) => title), about.first.layer);
-  options($("class"), ["the answer of each network", ...about.classes], ANSWER, ANSWER);
+  options($("class"), [many ? "the answer of each network" : "the answer", ...about.classes], ANSWER, ANSWER);
   options($("other"), ["the runner-up", "nothing: the class by itself", ...about.classes], RUNNER_UP, RUNNER_UP);
   const {layer, head, channel, pixel, sample} = about.first;
   Object.assign(chosen, {layer, head, channel, home: pixel});

@@ -112,6 +112,18 @@ def test_occlusion_measures_what_is_covered() -> None:
         occlusion_maps(Count(), image, cells=1)
 
 
+@pytest.mark.parametrize(
+    ("model", "value", "message"),
+    [
+        (nn.Flatten(), float("nan"), "expected outputs that are numbers; the model's are infinite or nan"),
+        (nn.Identity(), 0.0, r"expected a classifier, with outputs \[1, classes\]; got \[1, 1, 8, 8\]"),
+    ],
+)
+def test_occlusion_refuses(model: nn.Module, value: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        occlusion_maps(model, torch.full((1, 8, 8), value))
+
+
 def test_activation_map_needs_pooling_and_a_linear_head() -> None:
     model = tiny("resnet29_asc")
     model.reset_classifier(0)

@@ -344,6 +344,22 @@ def test_figures_of_a_run(run: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
             assert "<svg" in file.read_text()[:1000]
 
 
+def test_figures_of_a_file_with_another_range(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = np.random.default_rng(0).integers(0, 256, (16, 16))
+    Image.fromarray(values.astype(np.uint8)).save(tmp_path / "bytes.png")
+    np.save(tmp_path / "deep.npy", (values * 16).astype(np.uint16))
+    for name, options in (("bytes.png", ()), ("deep.npy", ("--range", "0,4080"))):
+        out = tmp_path / name.partition(".")[0]
+        assert run_cli("figures", "digits_conv", "--image", tmp_path / name, "--out", out, *options) == 0
+    assert (tmp_path / "bytes/explanation.png").read_bytes() == (
+        tmp_path / "deep/explanation.png"
+    ).read_bytes()
+    assert run_cli("figures", "digits_conv", "--image", tmp_path / "deep.npy", "--out", tmp_path / "o") == 2
+    assert "--range 0,4095" in capsys.readouterr().err
+    assert run_cli("figures", "digits_conv", "--range", "0,1", "--out", tmp_path / "o") == 2
+    assert "--range needs --image" in capsys.readouterr().err
+
+
 def test_figures_without_the_data_of_the_model_ask_for_an_image(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

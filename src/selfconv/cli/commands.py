@@ -228,6 +228,7 @@ def figures(
     *,
     out: Path,
     image: Path | None = None,
+    range: str | None = None,
     layer: str | None = None,
     pixel: tuple[int, int] | None = None,
     head: int | None = None,
@@ -237,6 +238,7 @@ def figures(
     Args:
         out: Output folder.
         image: Image file; by default the first test image of the model's data set.
+        range: With --image, values that map to 0 and 1: LOW,HIGH or dtype; by default as in training.
         layer: Name of a self-convolution layer; by default the first.
         pixel: Row and column in the layer's feature map; by default where attention is selective.
         head: Attention head; by default one whose scores are neither uniform nor one-hot at that pixel.
@@ -244,7 +246,8 @@ def figures(
     from selfconv.trained import open_trained
     from selfconv.visualize import write_figures
 
-    for path in write_figures(open_trained(trained), out, image=image, layer=layer, pixel=pixel, head=head):
+    options: dict[str, Any] = {"layer": layer, "pixel": pixel, "head": head}
+    for path in write_figures(open_trained(trained), out, image=image, pixel_range=range, **options):
         print(path)
 
 
@@ -374,6 +377,7 @@ def explore(
     host: str = "127.0.0.1",
     port: int = 7860,
     open: bool = True,
+    range: str | None = None,
 ) -> None:
     """Inspect models on a local web page: where they look, the filters at a pixel, what a rotation changes.
 
@@ -382,10 +386,11 @@ def explore(
         host: Address to listen on; any other than 127.0.0.1 gives other machines access.
         port: Port to listen on; 0 for any free port.
         open: Open the page in the browser.
+        range: Of your own images, values that map to 0 and 1: LOW,HIGH or dtype; by default as in training.
     """
     from selfconv.explorer import explore as serve
 
-    serve(*trained, host=host, port=port, open_page=open)
+    serve(*trained, host=host, port=port, open_page=open, pixel_range=range)
 
 
 @contextmanager

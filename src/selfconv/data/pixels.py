@@ -95,7 +95,8 @@ class PixelRange:
 def _suggested(values: NDArray) -> str:
     if values.dtype.kind == "u":
         return f"0,{_full_scale(int(values.max()))}"
-    return f"{values.min()},{values.max()}"
+    low, high = values.min(), values.max()
+    return f"{low},{high}" if low < high else "LOW,HIGH"
 
 
 def _full_scale(highest: int) -> int:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from selfconv._files import write_figure
-from selfconv.data import DataError, normalise, visible_channels
+from selfconv.data import DataError, normalise, read_image, visible_channels
 from selfconv.testing import through_mask
 from selfconv.train import RunError
-from selfconv.trained import Prediction, TrainedModel
+from selfconv.trained import Prediction, TrainedModel, given_range
 from selfconv.visualize import figures
 from selfconv.visualize._choice import choose_pixels, choose_view
 from selfconv.visualize._equivariance import EquivarianceView, equivariance_view
@@ -31,6 +31,7 @@ def write_figures(
     out: Path,
     *,
     image: str | os.PathLike[str] | None = None,
+    pixel_range: str | None = None,
     layer: str | None = None,
     pixel: Pixel | None = None,
     head: int | None = None,
@@ -39,22 +40,27 @@ def write_figures(
 
     Args:
         image: a file; by default the first test image of the data set.
+        pixel_range: of the values in that file, ``"dtype"`` or ``"LOW,HIGH"``; by default as in training.
         layer: by default the first self-convolution layer.
         pixel: row and column of the layer's map; by default where attention chooses (``selectivity``).
         head: by default one whose attention at the pixel is neither uniform nor on one neighbour only.
     """
-    truth = None
+    truth, info = None, trained.data
+    given = info.pixels if pixel_range is None else given_range(pixel_range)
     if image is None:
+        if pixel_range is not None:
+            raise ValueError(f"--range needs --image; got --range {pixel_range} for a test image")
         try:
             test = trained.open_data().test
         except (DataError, RunError) as error:
             raise DataError(
                 f"{trained.name}: {trained.data_error_in_words(error)}; give an image with --image FILE"
             ) from error
-        pixels, truth = test.read(torch.tensor([0]))[0], trained.data.class_names[int(test.labels[0])]
+        pixels, truth = test.read(torch.tensor([0]))[0], info.class_names[int(test.labels[0])]
     else:
-        pixels = trained.read_image(image)
-    made = list(model_figures(trained, pixels, layer, pixel, head, truth))  # before any is written
+        pixels = read_image(image, info.size, info.in_channels, pixels=given)
+    # all of them before any is written
+    made = list(model_figures(trained, pixels, layer, pixel, head, truth, levels=given.levels))
     out.mkdir(parents=True, exist_ok=True)
     return [path for name, figure in made for path in save(figure, out / name)]
 
@@ -101,11 +107,18 @@ def model_figures(
     pixel: Pixel | None,
     head: int | None,
     truth: str | None = None,
+    *,
+    levels: int | None = None,
 ) -> Iterator[tuple[str, Figure]]:
-    """The pictures by name, for an image of integers ``[C, h, w]``; two if there is no self convolution."""
-    fractions = pixels.float() / trained.data.pixels.levels
+    """The pictures by name, for an image of integers ``[C, h, w]``; two if there is no self convolution.
+
+    Args:
+        levels: the integer that stands for the pixel 1; by default that of the training images.
+    """
+    fractions = pixels.float() / (trained.data.pixels.levels if levels is None else levels)
     shown = _visible(fractions)
-    inspection = Inspection(trained.model, trained.normalise(pixels[None]))
+    image = normalise(fractions[None], trained.data.mean, trained.data.std, levels=1)
+    inspection = Inspection(trained.model, image)
     if inspection.layers:
         info = inspection.layer(inspection.layers[0].name if layer is None else layer)
         view = choose_view(inspection, info.name, pixel, head)
@@ -122,7 +135,7 @@ def model_figures(
     elif pixel is not None or head is not None:
         raise ValueError(f"{trained.name} has no self-convolution layer, and so no pixel or head to look at")
     layer = list(inspection.maps)[:2][-1] if layer is None else layer  # after the stem
-    turned = equivariance_view(trained.model, trained.normalise(pixels[None]), layer)
+    turned = equivariance_view(trained.model, image, layer)
     if turned.group.band_limited:  # the network sees the mean colour outside of the disc
         mean = torch.tensor(trained.data.mean[: len(shown)])[:, None, None]
         shown = through_mask((shown - mean)[None])[0] + mean

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import re
 import signal
@@ -234,6 +235,8 @@ def test_non_loopback_host_prints_a_warning(
     allowed: list[Any] = []
     monkeypatch.setattr(_server, "open_guarded", lambda places, hosts, pixel_range: allowed.append(hosts))
     monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: None)
+    at_exit: list[Any] = []
+    monkeypatch.setattr(_server.atexit, "register", at_exit.append)
     before = signal.getsignal(signal.SIGTERM)
     cli.main(["explore", "--no-open", "--port", "0", "--host", host])
     out, err = capsys.readouterr()
@@ -242,4 +245,5 @@ def test_non_loopback_host_prints_a_warning(
     expected = f"selfconv: warning: --host {host}: everybody who can reach this machine can use the page\n"
     assert err == (expected if warned else "") + LOADING
     assert (allowed == [None]) == warned
+    assert at_exit == [gc.freeze]
     assert signal.getsignal(signal.SIGTERM) is before

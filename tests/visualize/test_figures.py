@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -264,6 +265,40 @@ def test_an_explanation_shows_the_answer_and_its_runner_up() -> None:
     conclusion = " ".join(figure.get_supxlabel().split())
     for value in (difference.max(), difference.min(), difference.sum()):
         assert f"{float(value):.2f}".replace("-", "−") in conclusion
+
+
+def test_captions_follow_the_data() -> None:
+    """Where attention is even and the image uniform, no caption says that filters or rows differ."""
+    model = tiny("p4resnet29_asc")
+    layer = model.get_submodule(LAYER)
+    with torch.no_grad():
+        for parameter in (layer.psi_k, layer.beta_k):
+            parameter.zero_()
+    even = Inspection(model, torch.full_like(IMAGE, 0.5))
+    places, head = choose_pixels(even, LAYER, 5)
+    assert len(set(places)) == 5
+    figure = template_figure(IMAGE, [even.look(LAYER, place, head) for place in places])
+    assert figure.get_suptitle() == "One template, five pixels, nearly equal filters"
+    assert "the filters differ" not in conclusion(figure)
+    said = conclusion(pixel_figure(IMAGE, even.look(LAYER, (4, 4), 0)))
+    assert "The rows are the first one, turned: the image has no direction here." in said
+    assert "no head chooses" in conclusion(entropy_figure(IMAGE, even.entropy(LAYER), LAYER, list("1234")))
+    view = even.look(LAYER, (4, 4), 0)
+    uneven = torch.rand(view.alpha.shape, generator=torch.Generator().manual_seed(0))
+    said = conclusion(pixel_figure(IMAGE, replace(view, alpha=uneven)))
+    assert "the image has a direction here" in said
+    planar = inspect("resnet29_asc").look(LAYER, (4, 4), 0)
+    flat = replace(planar, alpha=torch.full_like(planar.alpha, 1 / planar.alpha[0].numel()))
+    assert "The scores are nearly even" in conclusion(pixel_figure(IMAGE, flat))
+    nothing = replace(planar, neighbourhood=0 * planar.neighbourhood, beta=0 * planar.beta)
+    assert "the three sums are nearly the same" in conclusion(schematic_figure(IMAGE, nothing))
+
+
+def test_pixels_are_distinct_or_fewer() -> None:
+    inspection = Inspection(tiny("resnet29_asc"), torch.full((3, 8, 8), 0.5))
+    for info in inspection.layers:
+        places, _ = choose_pixels(inspection, info.name, 9)
+        assert len(places) == len(set(places)) == min(9, info.size[0] * info.size[1])
 
 
 def conclusion(figure: Figure) -> str:

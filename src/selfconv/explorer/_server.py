@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import errno
+import gc
 import ipaddress
 import logging
 import os
@@ -330,6 +332,7 @@ def _serve(
         ws="none",
         limit_concurrency=MAX_CONNECTIONS,
     )
+    atexit.register(gc.freeze)  # or the end of the process searches all of torch's objects for garbage
     try:
         Server(config).run([listening])
     except KeyboardInterrupt:

@@ -22,6 +22,8 @@ from selfconv.models import list_models
 from selfconv.study import Budget
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from selfconv.study import Plan, ProcessEngine
     from selfconv.trained import Prediction
 
@@ -86,7 +88,7 @@ def predict(
         format: text: file, class and probability; csv and jsonl: with the probabilities of all classes.
         range: Values that map to 0 and 1: LOW,HIGH or dtype; by default as in training.
         json: Print one JSON list, with the probabilities of all classes, at the end.
-        explain: Folder for a picture per image: class activation and occlusion maps.
+        explain: Folder for a picture per image: class activation and occlusion maps; stderr names it.
     """
     from selfconv.data import DataError
     from selfconv.trained import open_trained, predict_each
@@ -99,11 +101,21 @@ def predict(
         require("drawing pictures", "matplotlib")
     opened = open_trained(trained)
     see = None
+    failed, answers, write = 0, [], _prediction_writer(format, opened.data.class_names)
     if explain is not None:
         from selfconv.visualize import ExplanationWriter
 
-        see = ExplanationWriter(opened, explain).write
-    failed, answers, write = 0, [], _prediction_writer(format, opened.data.class_names)
+        writer = ExplanationWriter(opened, explain)
+
+        def see(prediction: Prediction, pixels: Tensor) -> None:
+            nonlocal failed
+            try:
+                said = f"explained in {writer.write(prediction, pixels)}"
+            except (OSError, ValueError) as error:  # the prediction is printed in any case
+                failed += 1
+                said = f"cannot be explained: {error}"
+            print(f"selfconv: {escape_for_terminal(f'{prediction.file}: {said}')}", file=sys.stderr)
+
     with _progress("classifying", hidden=sys.stdout.isatty()) as watch:
         show = (
             None if watch is None else (lambda done, total: watch(done / total, f"{done} of {total} files"))

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from selfconv._text import escape_for_terminal
 from selfconv.visualize._draw import (
     MEDIUM,
     SIGNED,
@@ -32,7 +33,12 @@ NOTHING = 1e-4  # of the largest logit: what is smaller is rounding, which no co
 
 
 def explanation_figure(
-    image: Tensor, activation: Tensor, occlusion: Tensor, class_names: Sequence[str], truth: str | None = None
+    image: Tensor,
+    activation: Tensor,
+    occlusion: Tensor,
+    class_names: Sequence[str],
+    truth: str | None = None,
+    source: str | None = None,
 ) -> Figure:
     """Why a network decided as it did: evidence for its answer, for the runner-up, and their difference.
 
@@ -41,6 +47,7 @@ def explanation_figure(
         activation: ``[num_classes, h, w]`` of ``class_activation_maps``.
         occlusion: ``[num_classes, cells, cells]`` of ``occlusion_maps``.
         truth: the true class, if it is known.
+        source: the name of the image's file, for the title.
     """
     logits = activation.sum((1, 2))
     probabilities = logits.softmax(0)
@@ -69,6 +76,7 @@ def explanation_figure(
     said = "" if truth is None else f"; the true class is “{shorten(truth)}”"
     headline(
         figure,
+        *([] if source is None else [escape_for_terminal(source).replace("$", r"\$")]),
         f"The network answers “{names[0]}” with {float(probabilities[best[0]]):.1%}{said}",
         "Purple speaks for the class, orange against it",
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,34 +68,54 @@ def write_figures(
 
 
 class ExplanationWriter:
-    """Writes a figure for each image of why the model decides as it does; ``predict_each`` calls ``write``.
+    """Writes a figure for each image of why the model decides as it does.
 
-    ``cat.jpg`` becomes ``cat.explained.png``; of files with the same name the later ones get a number.
+    ``cat.jpg`` becomes ``cat.jpg.explained.png``. If the folder has that name already, from a file of the
+    same name elsewhere or as anything else, it gets a number; explained again, it keeps its picture's name.
+
+    Raises:
+        ValueError: ``out`` is something other than a folder.
     """
 
     def __init__(self, trained: TrainedModel, out: Path) -> None:
-        out.mkdir(parents=True, exist_ok=True)
+        if out.exists() and not out.is_dir():
+            raise ValueError(f"{out}: expected a folder for the explanations; got a file")
         self.trained, self.out = trained, out
-        self.written: set[Path] = set()
 
-    def write(self, prediction: Prediction, pixels: Tensor) -> None:
-        """Explains the prediction about an image: pixels in 0..1, ``[C, h, w]``."""
-        figure = explain(self.trained, pixels, None)
-        path, number = Path(prediction.file), 1
-        stem = path.stem + path.suffix[4:] if path.suffix.startswith(".npy[") else path.stem
-        file = self.out / f"{stem}.explained.png"
-        while file in self.written:
-            number += 1
-            file = self.out / f"{stem}-{number}.explained.png"
-        save_png(figure, file)
-        self.written.add(file)
+    def write(self, prediction: Prediction, pixels: Tensor) -> Path:
+        """Explains the prediction about an image, pixels in 0..1, ``[C, h, w]``; returns the file.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        name = Path(prediction.file).name
+        figure = explain(self.trained, pixels, None, name)
+        self.out.mkdir(parents=True, exist_ok=True)
+        origin = hashlib.sha256(os.path.abspath(prediction.file).encode(errors="surrogateescape")).hexdigest()
+        for number in itertools.count(1):
+            file = self.out / f"{name}{f'-{number}' if number > 1 else ''}.explained.png"
+            if not file.exists() or _origin(file) == origin:
+                break
+        save_png(figure, file, Origin=origin)
+        return file
 
 
-def explain(trained: TrainedModel, pixels: Tensor, truth: str | None) -> Figure:
+def _origin(picture: Path) -> str | None:
+    """The digest of the path of the image that a picture explains; None if it is no such picture."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(picture) as opened:
+            return opened.info.get("Origin")
+    except (OSError, UnidentifiedImageError):
+        return None
+
+
+def explain(trained: TrainedModel, pixels: Tensor, truth: str | None, source: str | None = None) -> Figure:
     """Why a model decides as it does about an image: pixels in 0..1, ``[C, h, w]``."""
     image = normalise(pixels[None], trained.data.mean, trained.data.std, levels=1)
     maps = class_activation_maps(trained.model, image), occlusion_maps(trained.optimized, image)
-    return figures.explanation_figure(_visible(pixels), *maps, trained.data.class_names, truth)
+    return figures.explanation_figure(_visible(pixels), *maps, trained.data.class_names, truth, source)
 
 
 def _visible(pixels: Tensor) -> Tensor:
@@ -163,5 +185,5 @@ def save(figure: Figure, stem: Path) -> list[Path]:
     return [png, svg]
 
 
-def save_png(figure: Figure, path: Path) -> None:
-    write_figure(path, figure, dpi=110, pil_kwargs={"optimize": True})
+def save_png(figure: Figure, path: Path, **metadata: str) -> None:
+    write_figure(path, figure, dpi=110, metadata=metadata, pil_kwargs={"optimize": True})

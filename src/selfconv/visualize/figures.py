@@ -216,8 +216,8 @@ def _direction_in_words(view: PixelView) -> str:
     if apart < SAME:
         return "The rows are the first one, turned: the image has no direction here."
     return (
-        f"The scores differ by up to {apart:.0%} of the largest from those of the first row, turned: the image "
-        "has a direction here."
+        f"The scores differ by up to {apart:.0%} of the largest from those of the first row, turned: the "
+        "image has a direction here."
     )
 
 
@@ -259,7 +259,8 @@ def schematic_figure(image: Tensor, view: PixelView, channel: int | None = None)
     conclude(
         figure,
         "Convolution weighs every place by its template, whatever the image shows; attention by scores, "
-        f"which come from the image. Affine self convolution does both. {_sums_in_words([r[3] for r in rows])}",
+        "which come from the image. Affine self convolution does both. "
+        f"{_sums_in_words([product for *_, product in rows])}",
     )
     return figure
 
@@ -306,8 +307,8 @@ def entropy_figure(image: Tensor, entropy: Tensor, layer: str, planes: Sequence[
     )
     conclude(
         figure,
-        f"Dark: a head chooses few neighbours. Bright: it looks at all of them alike. {most}; the means of the "
-        f"heads go from {float(means.min()):.2f} to {float(means.max()):.2f}.",
+        f"Dark: a head chooses few neighbours. Bright: it looks at all of them alike. {most}; the means of "
+        f"the heads go from {float(means.min()):.2f} to {float(means.max()):.2f}.",
     )
     return figure
 

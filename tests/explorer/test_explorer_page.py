@@ -293,7 +293,7 @@ def click_pixel(page: Page, row: int, column: int) -> None:
     box = page.locator("#stage").bounding_box()
     assert box is not None
     place = {"x": box["width"] * (column + 0.5) / 16, "y": box["height"] * (row + 0.5) / 16}
-    page.locator("#stage").click(position=place)  # type: ignore[arg-type]
+    page.locator("#stage").click(position=place)
 
 
 def framed(page: Page) -> tuple[str, str]:

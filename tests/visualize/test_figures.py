@@ -270,10 +270,10 @@ def test_an_explanation_shows_the_answer_and_its_runner_up() -> None:
 def test_captions_follow_the_data() -> None:
     """Where attention is even and the image uniform, no caption says that filters or rows differ."""
     model = tiny("p4resnet29_asc")
-    layer = model.get_submodule(LAYER)
+    parameters = dict(model.get_submodule(LAYER).named_parameters())
     with torch.no_grad():
-        for parameter in (layer.psi_k, layer.beta_k):
-            parameter.zero_()
+        for name in ("psi_k", "beta_k"):
+            parameters[name].zero_()
     even = Inspection(model, torch.full_like(IMAGE, 0.5))
     places, head = choose_pixels(even, LAYER, 5)
     assert len(set(places)) == 5

@@ -60,7 +60,7 @@ def write_figures(
             ) from error
         pixels, truth = test.read(torch.tensor([0]))[0], info.class_names[int(test.labels[0])]
     else:
-        pixels = read_image(image, info.size, info.in_channels, pixels=given)
+        pixels = read_image(Path(image), info.size, info.in_channels, pixels=given)
     # all of them before any is written
     made = list(model_figures(trained, pixels, layer, pixel, head, truth, levels=given.levels))
     out.mkdir(parents=True, exist_ok=True)

@@ -161,7 +161,8 @@ def test_digits_stand_in_for_data_that_is_gone(runs: Path, tmp_path: Path) -> No
     config.write_text(json.dumps(content))
     record.write_text(json.dumps(json.loads(record.read_text()) | {"config": content}))
     comparison = Comparison.open(tmp_path / "two")
-    assert comparison.note.startswith("These digits stand in for the run's data, which cannot be read")
+    said = "The images of two are not on this machine; choose an image of your own."
+    assert comparison.note == f"{said} These digits stand in for them."
     assert comparison.samples[0].image.shape == (1, 16, 16)
 
 
@@ -190,6 +191,29 @@ def test_models_side_by_side(runs: Path) -> None:
         ValueError, match="expected models for the same classes and images; p4 is for 10 classes"
     ):
         Comparison.open(runs / "p4", runs / "two")
+
+
+def test_stand_ins_have_no_true_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    answers = Answers(Comparison.open("resnet29.cifar10"))
+    start = answers.start()
+    assert start["note"].startswith(
+        "The images of cifar10 are not on this machine; choose an image of your own."
+    )
+    assert {sample["label"] for sample in start["samples"]} == {None}
+    assert start["samples"][0]["name"] == "digit 0"
+    assert not start["attention"]
+    assert "Now the images of cifar10 are not on this machine." in answers.training()["models"][0]["said"]
+
+
+def test_layers_heads_and_channels_as_the_commands_name_them(answers: Answers) -> None:
+    layers = answers.start()["layers"]
+    assert layers[0]["title"] == "stages.0.0.spatial.conv: 16×16 map"
+    assert layers[-1]["title"] == "stages.2.0.spatial.conv: 8×8 map, pooled to 4×4 after attention"
+    found = answers.look(answers.choice(CALL | {"head": 1, "channel": 0}))["models"][0]
+    assert found["filters"]["where"].startswith("stages.0.0.spatial.conv, row 3, column 4 of the 16×16 map, ")
+    assert found["filters"]["where"].endswith("head 1, channel 0")
+    assert found["maps"]["where"] == "stages.0.0.spatial.conv, 16×16 map, channel 4 of 0 to 15"
 
 
 # ---- the answers ----

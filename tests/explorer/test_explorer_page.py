@@ -19,7 +19,7 @@ import PIL.Image
 import pytest
 from helpers.bombs import png_that_claims
 from helpers.tiny_runs import command, environment
-from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, Route, expect, sync_playwright
 
 from selfconv.explorer._answers import MAX_UPLOAD
 from selfconv.explorer._comparison import Comparison
@@ -34,12 +34,13 @@ CHROMIUM = (
 class Server:
     """``selfconv explore`` in a process of its own, with a folder for its temporary files."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *models: str) -> None:
+        self.folder, self.models = folder, models
         self.errors = folder.parent / "errors.txt"
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
-                command("explore", "--no-open", "--port", "0"),
+                command("explore", "--no-open", "--port", "0", *models),
+                cwd=folder,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
@@ -256,15 +257,112 @@ def test_the_evidence_adds_up(page: Page) -> None:
 
 def test_layer_head_and_channel(page: Page) -> None:
     planar = card(page, "filters", 0)
-    page.locator("#layer").select_option(label="stage 3, block 1: 8×8 map")
+    last = "stages.2.0.spatial.conv: 8×8 map, pooled to 4×4 after attention"
+    page.locator("#layer").select_option(label=last)
     expect(planar).to_contain_text("of the 8×8 map")
     page.locator("#channel").select_option(label="3")
-    page.locator("#head").select_option(label="1")
-    expect(planar).to_contain_text("head 1, channel 3")
+    page.locator("#head").select_option(label="0")
+    expect(planar).to_contain_text("stages.2.0.spatial.conv")
+    expect(planar).to_contain_text("head 0, channel 3")
     before = pictures(page, "#filters .filters")
     page.locator("#head").select_option(label="2")
     expect(planar).to_contain_text("head 2, channel 3")
     assert pictures(page, "#filters .filters") != before
+
+
+class Held:
+    """Requests to a path that wait until they are released."""
+
+    def __init__(self, page: Page, path: str) -> None:
+        self.holding, self.routes = True, list[Route]()
+        page.route(f"**{path}", self.handle)
+
+    def handle(self, route: Route) -> None:
+        if self.holding:
+            self.routes.append(route)
+        else:
+            route.continue_()
+
+    def release(self) -> None:
+        self.holding = False
+        for route in self.routes:
+            route.continue_()
+
+
+def click_pixel(page: Page, row: int, column: int) -> None:
+    box = page.locator("#stage").bounding_box()
+    assert box is not None
+    place = {"x": box["width"] * (column + 0.5) / 16, "y": box["height"] * (row + 0.5) / 16}
+    page.locator("#stage").click(position=place)
+
+
+def framed(page: Page) -> tuple[str, str]:
+    """The pixel in the frame, and the one whose filters are shown."""
+    row, column = (
+        round(float(page.locator("#pixel").evaluate(f"one => parseFloat(one.style.{side})")) * 16 / 100)
+        for side in ("top", "left")
+    )
+    found = re.search(r"row \d+, column \d+", card(page, "filters", 0).inner_text())
+    assert found
+    return f"row {row}, column {column}", found[0]
+
+
+@pytest.mark.parametrize("change", ["turn", "head", "layer"])
+def test_frame_and_filters_are_of_one_pixel(page: Page, change: str) -> None:
+    """Also if a pixel is clicked while the answer to another change is on its way."""
+    held = Held(page, "/api/look")
+    if change == "turn":
+        page.get_by_role("button", name="turn left by 90°").click()
+    else:
+        page.locator(f"#{change}").select_option(index=1)
+    click_pixel(page, 5, 2)
+    page.wait_for_timeout(300)
+    assert len(set(framed(page))) == 1
+    held.release()
+    expected = "row 13, column 5" if change == "turn" else "row 5, column 2"  # of the image that was clicked
+    expect(card(page, "filters", 0)).to_contain_text(f"{expected} of the")
+    assert framed(page) == (expected, expected)
+    expect(page.locator("#place")).to_have_text(f"Now: {expected}.")
+
+
+def test_the_ends_of_the_slider_stay_where_they_are(page: Page) -> None:
+    slider = page.get_by_label("Turn it")
+    for key, angle in (("Home", "−180"), ("End", "180")):
+        slider.press(key)
+        expect(page.locator("#maps")).to_contain_text(f"turned {angle}°")
+        assert slider.input_value() == angle.replace("−", "-")
+
+
+def test_controls_show_what_is_shown_after_an_error(server: Server, browser: Browser) -> None:
+    page = browser.new_page()  # its console has the error
+    page.goto(server.address)
+    expect(page.locator("body[data-ready]")).to_be_visible()
+    page.route("**/api/look", lambda route: route.fulfill(status=400, body="no such turn"))
+    page.get_by_role("button", name="turn left by 90°").click()
+    message = page.locator("#message")
+    expect(message).to_have_text("no such turn")
+    expect(page.locator("#degrees")).to_have_text("0°")
+    before = page.locator("#head").input_value()
+    page.locator("#head").select_option(index=0 if before == "1" else 1)
+    expect(page.locator("#head")).to_have_value(before)
+    page.unroute("**/api/look")
+    page.get_by_role("button", name="turn left by 90°").click()
+    expect(page.locator("#degrees")).to_have_text("90°")
+    expect(message).to_have_text("")
+    page.close()
+
+
+def test_an_upload_does_not_override_a_later_choice(page: Page) -> None:
+    held = Held(page, "/api/upload")
+    upload(page, "photo.png", as_png(np.full((40, 60), 99, np.uint8)))
+    expect(page.locator("#message")).to_have_text("photo.png: reading…")
+    page.get_by_role("button", name="sample: 6").click()
+    expect(card(page, "decisions", 1)).to_contain_text("✓ true class 6")
+    with page.expect_response("**/api/upload"):
+        held.release()
+    page.wait_for_timeout(300)
+    expect(card(page, "decisions", 1)).to_contain_text("✓ true class 6")
+    expect(page.locator("#message")).to_have_text("")
 
 
 def test_uploads(page: Page, server: Server, tmp_path: Path) -> None:
@@ -287,6 +385,7 @@ def test_uploads(page: Page, server: Server, tmp_path: Path) -> None:
     expect(message).to_contain_text("large.png: expected up to 16 MB; got 16.0 MB")
     page.get_by_role("button", name="sample: 3").click()  # still usable
     expect(card(page, "decisions", 1)).to_contain_text("answers 3")
+    expect(message).to_have_text("")
 
 
 def test_what_training_saw(page: Page) -> None:
@@ -312,6 +411,38 @@ def test_dark_mode(page: Page) -> None:
     light = page.evaluate(colour)
     page.emulate_media(color_scheme="dark")
     assert page.evaluate(colour) != light
+
+
+def test_a_network_without_attention_whose_data_are_not_there(browser: Browser, tmp_path: Path) -> None:
+    (tmp_path / "temporary").mkdir()
+    server = Server(tmp_path / "temporary", "resnet29.cifar10")
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    try:
+        page.goto(server.address)
+        expect(page.locator("body[data-ready]")).to_be_visible()
+        note = "The images of cifar10 are not on this machine; choose an image of your own."
+        expect(page.locator("#message")).to_contain_text(note)
+        expect(page.locator(".mark-right, .mark-wrong")).to_have_count(0)
+        answer = page.locator(".answer b").inner_text()
+        expect(page.locator("#curve-caption")).to_contain_text(f"Probability of “{answer}”")
+        for hidden in ("#filters-section", "#head", "#click-hint", "#pixel", "#window"):
+            expect(page.locator(hidden)).to_be_hidden()
+        page.locator("#channel").select_option(label="3")
+        expect(page.locator("#maps")).to_contain_text("channel 3 of 0 to")
+        assert page.locator("#class option").first.inner_text() == "the answer"
+        name = page.locator("#verdicts .name")
+        assert name.evaluate("one => one.scrollWidth <= one.clientWidth")  # not cut off
+    finally:
+        page.close()
+        server.end()
+
+
+def test_a_uniform_image_has_no_evidence_of_occlusion(page: Page) -> None:
+    upload(page, "grey.png", as_png(np.full((16, 16), 99, np.uint8)))
+    caption = card(page, "decisions", 0).locator(".occlusion figcaption")
+    expect(caption).to_have_text("Occlusion: covering any part changes nothing.")
+    label = card(page, "decisions", 0).locator(".occlusion canvas").get_attribute("aria-label") or ""
+    assert label.endswith("Occlusion: covering any part changes nothing.")
 
 
 # ---- what the server refuses ----
@@ -445,6 +576,18 @@ def test_ctrl_c_ends_it_and_leaves_nothing(server: Server, browser: Browser) -> 
     expect(page.locator("body[data-ready]")).to_be_visible()
     before = server.errors.read_text()
     assert server.end() == 0
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.get_by_role("button", name="turn left by 90°").click()
+    ended = "The server has ended: start `selfconv explore` again, then reload this page."
+    expect(page.locator("#message")).to_have_text(ended)
+    expect(page.locator("#degrees")).to_have_text("0°")  # as the image that is shown
+    before_more = len(asked)
+    page.get_by_role("button", name="All around").click()
+    page.get_by_role("button", name="sample: 6").click()
+    page.wait_for_timeout(300)
+    expect(page.get_by_role("button", name="sample: 6")).to_have_attribute("aria-pressed", "false")
+    assert len(asked) == before_more
     page.close()
     assert server.errors.read_text() == before
     assert list(server.folder.glob("selfconv-*")) == []

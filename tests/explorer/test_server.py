@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import re
 import signal
@@ -53,6 +54,14 @@ def test_uploads_of_arrays(temporary: Path) -> None:
     np.save(buffer, values)
     assert np.array_equal(read_upload(buffer.getvalue(), 16, 1), values[None])
     assert list(temporary.iterdir()) == []
+
+
+def test_the_advised_range_is_never_empty(temporary: Path) -> None:
+    for values, advice in ((np.full((9, 9), 0.5), "LOW,HIGH"), (np.eye(9) - 2, "-2.0,-1.0")):
+        buffer = io.BytesIO()
+        np.save(buffer, values)
+        with pytest.raises(DataError, match=f"such as --range {advice}$"):
+            read_upload(buffer.getvalue(), 9, 1)
 
 
 @pytest.mark.parametrize(
@@ -160,6 +169,9 @@ def test_a_chunked_body_is_refused() -> None:
     assert refusal({"path": "/", "method": "POST", "headers": headers}) == 411
 
 
+LOADING = "selfconv: loading the models; kernels are compiled when first used\n"
+
+
 def stopped(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
     with pytest.raises(SystemExit) as stop:
         cli.main(["explore", "--no-open", *args])
@@ -175,9 +187,13 @@ def test_what_the_command_refuses(capsys: pytest.CaptureFixture[str], tmp_path: 
         f"selfconv: cannot listen on 127.0.0.1, port {port} (Address already in use); "
         "give another --port, 0 for any\n"
     )
+    code, said = stopped(capsys, "--host", "8.8.8.8", "--port", "0")
+    assert code == 2
+    assert said.startswith("selfconv: host: expected an address of this machine; got '8.8.8.8' (")
     assert stopped(capsys, "--port", "70000") == (2, "selfconv: port: expected 0 to 65535; got 70000\n")
     code, said = stopped(capsys, "--port", "0", str(tmp_path))
     assert code == 2
+    said = said.removeprefix(LOADING)
     assert said.startswith(
         f"selfconv: {tmp_path}: expected the folder of a run or of a saved model, or one of"
     )
@@ -189,6 +205,27 @@ def test_without_the_extra(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert stopped(capsys) == (2, "selfconv: explore needs starlette: pip install 'selfconv[app]'\n")
 
 
+def test_a_page_that_is_not_ready_takes_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    import uvicorn
+
+    refused: list[bool] = []
+
+    def connect() -> None:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), 5)
+        refused.append(True)
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setattr(_server, "open_guarded", lambda places, hosts, pixel_range: connect())
+    monkeypatch.setattr(
+        uvicorn.Server, "run", lambda self, sockets: socket.create_connection(("127.0.0.1", port), 5).close()
+    )
+    cli.main(["explore", "--no-open", "--port", str(port)])
+    assert refused == [True]
+
+
 @pytest.mark.parametrize(("host", "warned"), [("0.0.0.0", True), ("127.0.0.1", False), ("localhost", False)])
 def test_non_loopback_host_prints_a_warning(
     host: str, warned: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -196,13 +233,17 @@ def test_non_loopback_host_prints_a_warning(
     import uvicorn
 
     allowed: list[Any] = []
-    monkeypatch.setattr(_server, "open_guarded", lambda places, hosts: allowed.append(hosts))
+    monkeypatch.setattr(_server, "open_guarded", lambda places, hosts, pixel_range: allowed.append(hosts))
     monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: None)
+    at_exit: list[Any] = []
+    monkeypatch.setattr(_server.atexit, "register", at_exit.append)
     before = signal.getsignal(signal.SIGTERM)
     cli.main(["explore", "--no-open", "--port", "0", "--host", host])
     out, err = capsys.readouterr()
-    assert re.match(rf"The page is at http://{host}:\d+ ", out)
+    shown = r"127\.0\.0\.1:\d+, for others at the name of this machine" if warned else rf"{host}:\d+"
+    assert re.match(rf"The page is at http://{shown} \(Ctrl-C", out)
     expected = f"selfconv: warning: --host {host}: everybody who can reach this machine can use the page\n"
-    assert err == (expected if warned else "")
+    assert err == (expected if warned else "") + LOADING
     assert (allowed == [None]) == warned
+    assert at_exit == [gc.freeze]
     assert signal.getsignal(signal.SIGTERM) is before

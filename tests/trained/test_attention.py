@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from statistics import fmean
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from selfconv.nn import LocalAttention2d
 from selfconv.trained import attention_entropy, evaluate, open_trained
 from selfconv.visualize import Inspection
 
-OPTIONS = {"depth": 11, "widths": (8, 8, 8), "num_heads": 4, "in_channels": 1}
+OPTIONS: dict[str, Any] = {"depth": 11, "widths": (8, 8, 8), "num_heads": 4, "in_channels": 1}
 
 
 @pytest.mark.parametrize("name", ["resnet29_asc", "p4resnet29_asc", "resnet29_simple_asc", "resnet29_sasa"])

@@ -19,7 +19,14 @@ from torch import nn
 
 from selfconv.models import list_models
 from selfconv.trained import open_trained
-from selfconv.visualize import Inspection, choose_pixel, class_activation_maps, occlusion_maps, selectivity
+from selfconv.visualize import (
+    Inspection,
+    _write,
+    choose_pixel,
+    class_activation_maps,
+    occlusion_maps,
+    selectivity,
+)
 from selfconv.visualize._choice import choose_view
 
 LAYER = "stages.0.0.spatial.conv"
@@ -112,6 +119,18 @@ def test_occlusion_measures_what_is_covered() -> None:
         occlusion_maps(Count(), image, cells=1)
 
 
+@pytest.mark.parametrize(
+    ("model", "value", "message"),
+    [
+        (nn.Flatten(), float("nan"), "expected outputs that are numbers; the model's are infinite or nan"),
+        (nn.Identity(), 0.0, r"expected a classifier, with outputs \[1, classes\]; got \[1, 1, 8, 8\]"),
+    ],
+)
+def test_occlusion_refuses(model: nn.Module, value: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        occlusion_maps(model, torch.full((1, 8, 8), value))
+
+
 def test_activation_map_needs_pooling_and_a_linear_head() -> None:
     model = tiny("resnet29_asc")
     model.reset_classifier(0)
@@ -153,25 +172,57 @@ def test_predict_explains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     files = [tmp_path / folder / "three.png" for folder in ("a", "b")]
     out = tmp_path / "why"
     assert run_cli("predict", "digits_asc", *files, "--explain", out) == 0
-    lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
-    pictures = [out / "three.explained.png", out / "three-2.explained.png"]
+    said = capsys.readouterr()
+    lines = [line.split("\t") for line in said.out.splitlines()]
+    pictures = [out / "three.png.explained.png", out / "three.png-2.explained.png"]
     assert [line[0] for line in lines] == [str(file) for file in files]
+    assert said.err.splitlines() == [
+        f"selfconv: {file}: explained in {picture}" for file, picture in zip(files, pictures, strict=True)
+    ]
     assert sorted(out.iterdir()) == sorted(pictures)
     with Image.open(pictures[0]) as picture:
         assert min(picture.size) > 500
-    assert run_cli("predict", "digits_asc", files[0], "--json", "--explain", out) == 0
+    before = pictures[0].read_bytes()
+    assert run_cli("predict", "digits_asc", files[1], "--json", "--explain", out) == 0  # keeps its name
     found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
-    assert found[0]["label"] == lines[0][1]
-    stack = np.stack([digit, digit.T])[..., None].astype(np.uint16) * 16
-    np.save(tmp_path / "stack.npy", stack)
-    deep = tmp_path / "deep"
-    deeper = (tmp_path / "stack.npy", "--range", "0,4080")
-    assert run_cli("predict", "digits_asc", *deeper, "--explain", deep) == 0
-    assert {path.name for path in deep.iterdir()} == {"stack[0].explained.png", "stack[1].explained.png"}
-    assert (deep / "stack[0].explained.png").read_bytes() == pictures[0].read_bytes()  # the same pixels
-    capsys.readouterr()
+    assert found[0]["label"] == lines[1][1]
+    assert sorted(out.iterdir()) == sorted(pictures)
+    assert pictures[0].read_bytes() == before
+
+
+def test_predict_explains_stacks(tmp_path: Path) -> None:
+    digit = open_trained("digits_asc").open_data().test.images[0, 0].numpy()
+    np.save(tmp_path / "stack.npy", np.stack([digit, digit.T])[..., None].astype(np.uint16) * 16)
+    stack = (tmp_path / "stack.npy", "--range", "0,4080")
+    assert run_cli("predict", "digits_asc", *stack, "--explain", tmp_path / "deep") == 0
+    names = {path.name for path in (tmp_path / "deep").iterdir()}
+    assert names == {"stack.npy[0].explained.png", "stack.npy[1].explained.png"}
+
+
+def test_a_picture_that_cannot_be_written_loses_no_prediction(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Image.new("L", (16, 16)).save(tmp_path / "black.png")
     (tmp_path / "file").write_text("")
-    assert run_cli("predict", "digits_asc", files[0], "--explain", tmp_path / "file") == 2
-    error = capsys.readouterr().err
-    assert error.startswith("selfconv: ")
-    assert error.count("\n") == 1
+    assert run_cli("predict", "digits_asc", tmp_path / "black.png", "--explain", tmp_path / "file") == 2
+    said = f"selfconv: {tmp_path / 'file'}: expected a folder for the explanations; got a file\n"
+    assert capsys.readouterr().err == said
+    why = tmp_path / "why"
+    assert run_cli("predict", "digits_asc", tmp_path / "missing.png", "--explain", why) == 2
+    assert not why.exists()  # no empty folder
+    (why / "black.png.explained.png").mkdir(parents=True)
+    assert run_cli("predict", "digits_asc", tmp_path / "black.png", "--explain", why) == 0
+    assert (why / "black.png-2.explained.png").is_file()
+    capsys.readouterr()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(_write, "write_figure", full)
+    assert run_cli("predict", "digits_asc", tmp_path / "black.png", "--explain", why) == 1
+    out, err = capsys.readouterr()
+    assert out.startswith(f"{tmp_path / 'black.png'}\t")
+    assert (
+        err
+        == f"selfconv: {tmp_path / 'black.png'}: cannot be explained: [Errno 28] No space left on device\n"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -266,6 +267,83 @@ def test_an_explanation_shows_the_answer_and_its_runner_up() -> None:
         assert f"{float(value):.2f}".replace("-", "−") in conclusion
 
 
+def test_captions_follow_the_data() -> None:
+    """Where attention is even and the image uniform, no caption says that filters or rows differ."""
+    model = tiny("p4resnet29_asc")
+    parameters = dict(model.get_submodule(LAYER).named_parameters())
+    with torch.no_grad():
+        for name in ("psi_k", "beta_k"):
+            parameters[name].zero_()
+    even = Inspection(model, torch.full_like(IMAGE, 0.5))
+    places, head = choose_pixels(even, LAYER, 5)
+    assert len(set(places)) == 5
+    figure = template_figure(IMAGE, [even.look(LAYER, place, head) for place in places])
+    assert figure.get_suptitle() == "One template, five pixels, nearly equal filters"
+    assert "the filters differ" not in conclusion(figure)
+    said = conclusion(pixel_figure(IMAGE, even.look(LAYER, (4, 4), 0)))
+    assert "The rows are the first one, turned: the image has no direction here." in said
+    assert "no head chooses" in conclusion(entropy_figure(IMAGE, even.entropy(LAYER), LAYER, list("1234")))
+    view = even.look(LAYER, (4, 4), 0)
+    uneven = torch.rand(view.alpha.shape, generator=torch.Generator().manual_seed(0))
+    said = conclusion(pixel_figure(IMAGE, replace(view, alpha=uneven)))
+    assert "the image has a direction here" in said
+    planar = inspect("resnet29_asc").look(LAYER, (4, 4), 0)
+    flat = replace(planar, alpha=torch.full_like(planar.alpha, 1 / planar.alpha[0].numel()))
+    assert "The scores are nearly even" in conclusion(pixel_figure(IMAGE, flat))
+    nothing = replace(planar, neighbourhood=0 * planar.neighbourhood, beta=0 * planar.beta)
+    assert "the three sums are nearly the same" in conclusion(schematic_figure(IMAGE, nothing))
+
+
+def test_pixels_are_distinct_or_fewer() -> None:
+    inspection = Inspection(tiny("resnet29_asc"), torch.full((3, 8, 8), 0.5))
+    for info in inspection.layers:
+        places, _ = choose_pixels(inspection, info.name, 9)
+        assert len(places) == len(set(places)) == min(9, info.size[0] * info.size[1])
+
+
+def conclusion(figure: Figure) -> str:
+    return " ".join(figure.get_supxlabel().split())
+
+
+def test_an_explanation_says_whether_covering_the_places_it_names_has_their_sign() -> None:
+    activation = torch.zeros(2, 4, 4)
+    activation[0, 0, 0], activation[0, 3, 3] = 5.0, -2.0
+    occlusion = torch.zeros(2, 8, 8)
+    occlusion[0, :2, :2], occlusion[0, 6:, 6:] = 1.25, -0.5
+    names = ["cat", "dog"]
+    said = conclusion(explanation_figure(IMAGE, activation, occlusion, names))
+    assert "at the top left (5.00): covering it lowers the difference of the logits by 1.25." in said
+    assert "at the bottom right (−2.00): covering it raises the difference of the logits by 0.50." in said
+    evidence, falls = activation[0].flatten(), occlusion[0, ::2, ::2].flatten()
+    correlation = np.corrcoef(evidence.numpy(), falls.numpy())[0, 1]
+    assert f"The correlation of the two maps is {correlation:.2f}." in said
+    said = conclusion(explanation_figure(IMAGE, activation, -occlusion, names))
+    assert "at the top left (5.00), but covering it raises the difference of the logits by 1.25." in said
+    assert "(−2.00), but covering it lowers the difference of the logits by 0.50." in said
+    assert f"The correlation of the two maps is −{correlation:.2f}." in said
+    occlusion[0, :2, :2] = 0
+    said = conclusion(explanation_figure(IMAGE, activation, occlusion, names))
+    assert "at the top left (5.00), but covering it changes nothing." in said
+
+
+def test_rounding_is_not_drawn_as_evidence() -> None:
+    """Covering parts of a uniform image changes logits by rounding alone."""
+    activation, noise = torch.randn(3, 4, 4) + 1, 1e-6 * torch.randn(3, 8, 8)
+    figure = explanation_figure(IMAGE, activation, noise, ["cat", "dog", "cow"])
+    drawn = [axes for axes in panels(figure) if len(axes.images) == 2]
+    for axes in drawn[1::2]:  # columns: activation, occlusion
+        assert shown_opacity(axes).max() < 0.05
+    assert shown_opacity(drawn[0]).max() == pytest.approx(0.9)
+    said = conclusion(figure)
+    assert said.endswith("Covering any part changes nothing.")
+    assert "correlation" not in said
+    assert "covering it" not in said
+
+
+def shown_opacity(axes: Axes) -> Any:
+    return np.asarray(axes.images[1].get_array())[..., 3]
+
+
 def test_the_paper_s_largest_layers_are_readable() -> None:
     for name in ("resnet29_asc", "p4resnet29_asc"):
         layer = create_model(name).get_submodule("stages.2.0.spatial.conv")
@@ -299,6 +377,31 @@ def test_figures_of_a_run(run: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
                 assert min(picture.size) > 200
         else:
             assert "<svg" in file.read_text()[:1000]
+
+
+def test_figures_of_a_file_with_another_range(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = np.random.default_rng(0).integers(0, 256, (16, 16))
+    Image.fromarray(values.astype(np.uint8)).save(tmp_path / "bytes.png")
+    np.save(tmp_path / "deep.npy", (values * 16).astype(np.uint16))
+    for name, options in (("bytes.png", ()), ("deep.npy", ("--range", "0,4080"))):
+        out = tmp_path / name.partition(".")[0]
+        assert run_cli("figures", "digits_conv", "--image", tmp_path / name, "--out", out, *options) == 0
+    assert (tmp_path / "bytes/explanation.png").read_bytes() == (
+        tmp_path / "deep/explanation.png"
+    ).read_bytes()
+    assert run_cli("figures", "digits_conv", "--image", tmp_path / "deep.npy", "--out", tmp_path / "o") == 2
+    assert "--range 0,4095" in capsys.readouterr().err
+    assert run_cli("figures", "digits_conv", "--range", "0,1", "--out", tmp_path / "o") == 2
+    assert "--range needs --image" in capsys.readouterr().err
+
+
+def test_figures_without_the_data_of_the_model_ask_for_an_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_cli("figures", "resnet29.cifar10", "--out", tmp_path / "out") == 2
+    said = "the images of cifar10 are not on this machine; give an image with --image FILE"
+    assert capsys.readouterr().err == f"selfconv: resnet29.cifar10: {said}\n"
 
 
 def test_figures_of_shipped_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,8 @@ from selfconv.models import list_models
 from selfconv.study import Budget
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from selfconv.study import Plan, ProcessEngine
     from selfconv.trained import Prediction
 
@@ -92,7 +94,7 @@ def predict(
         format: text: file, class and probability; csv and jsonl: with the probabilities of all classes.
         range: Values that map to 0 and 1: LOW,HIGH or dtype; by default as in training.
         json: Print one JSON list, with the probabilities of all classes, at the end.
-        explain: Folder for a picture per image: class activation and occlusion maps.
+        explain: Folder for a picture per image: class activation and occlusion maps; stderr names it.
     """
     from selfconv.data import DataError
     from selfconv.trained import open_trained, predict_each
@@ -105,11 +107,21 @@ def predict(
         require("drawing pictures", "matplotlib")
     opened = open_trained(trained)
     see = None
+    failed, answers, write = 0, [], _prediction_writer(format, opened.data.class_names)
     if explain is not None:
         from selfconv.visualize import ExplanationWriter
 
-        see = ExplanationWriter(opened, explain).write
-    failed, answers, write = 0, [], _prediction_writer(format, opened.data.class_names)
+        writer = ExplanationWriter(opened, explain)
+
+        def see(prediction: Prediction, pixels: Tensor) -> None:
+            nonlocal failed
+            try:
+                said = f"explained in {writer.write(prediction, pixels)}"
+            except (OSError, ValueError) as error:  # the prediction is printed in any case
+                failed += 1
+                said = f"cannot be explained: {error}"
+            print(f"selfconv: {escape_for_terminal(f'{prediction.file}: {said}')}", file=sys.stderr)
+
     with _progress("classifying", hidden=sys.stdout.isatty()) as watch:
         show = (
             None if watch is None else (lambda done, total: watch(done / total, f"{done} of {total} files"))
@@ -234,6 +246,7 @@ def figures(
     *,
     out: Path,
     image: Path | None = None,
+    range: str | None = None,
     layer: str | None = None,
     pixel: tuple[int, int] | None = None,
     head: int | None = None,
@@ -243,6 +256,7 @@ def figures(
     Args:
         out: Output folder.
         image: Image file; by default the first test image of the model's data set.
+        range: With --image, values that map to 0 and 1: LOW,HIGH or dtype; by default as in training.
         layer: Name of a self-convolution layer; by default the first.
         pixel: Row and column in the layer's feature map; by default where attention is selective.
         head: Attention head; by default one whose scores are neither uniform nor one-hot at that pixel.
@@ -250,7 +264,8 @@ def figures(
     from selfconv.trained import open_trained
     from selfconv.visualize import write_figures
 
-    for path in write_figures(open_trained(trained), out, image=image, layer=layer, pixel=pixel, head=head):
+    options: dict[str, Any] = {"layer": layer, "pixel": pixel, "head": head}
+    for path in write_figures(open_trained(trained), out, image=image, pixel_range=range, **options):
         print(path)
 
 
@@ -381,6 +396,7 @@ def explore(
     host: str = "127.0.0.1",
     port: int = 7860,
     open: bool = True,
+    range: str | None = None,
 ) -> None:
     """Inspect models on a local web page: where they look, the filters at a pixel, what a rotation changes.
 
@@ -389,10 +405,11 @@ def explore(
         host: Address to listen on; any other than 127.0.0.1 gives other machines access.
         port: Port to listen on; 0 for any free port.
         open: Open the page in the browser.
+        range: Of your own images, values that map to 0 and 1: LOW,HIGH or dtype; by default as in training.
     """
     from selfconv.explorer import explore as serve
 
-    serve(*trained, host=host, port=port, open_page=open)
+    serve(*trained, host=host, port=port, open_page=open, pixel_range=range)
 
 
 @contextmanager

@@ -9,7 +9,14 @@
 """
 
 from selfconv.data.batches import Augment, Batches, Rotation, normalise
-from selfconv.data.dataset import MAX_PIXELS, DataInfo, Dataset, MissingDataError, describe_channels
+from selfconv.data.dataset import (
+    MAX_PIXELS,
+    AbsentDataError,
+    DataInfo,
+    Dataset,
+    MissingDataError,
+    describe_channels,
+)
 from selfconv.data.images import (
     IMAGE_FORMATS,
     is_image_name,
@@ -35,6 +42,7 @@ from selfconv.data.stored import Split, Stack
 __all__ = [
     "IMAGE_FORMATS",
     "MAX_PIXELS",
+    "AbsentDataError",
     "Augment",
     "Batches",
     "Clipping",

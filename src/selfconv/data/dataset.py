@@ -24,7 +24,11 @@ MAX_PIXELS = 89_478_485  # of an image: 256 MB in three channels
 MAX_SIZE = math.isqrt(MAX_PIXELS)  # side of a square one
 
 
-class MissingDataError(DataError):
+class AbsentDataError(DataError):
+    """Data that are not on this machine."""
+
+
+class MissingDataError(AbsentDataError):
     """Data that must be downloaded first; ``source`` states the address and the size."""
 
     def __init__(self, message: str, source: str) -> None:

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from selfconv.data.dataset import Dataset, warn_about_data
+from selfconv.data.dataset import AbsentDataError, Dataset, warn_about_data
 from selfconv.data.pixels import DataError, GroupError, parse_range
 from selfconv.data.sources.cifar import ARCHIVES, load_cifar
 from selfconv.data.sources.hugging_face import PREFIX, list_hub, list_parquet
@@ -135,5 +135,6 @@ def _load_path(
         close = get_close_matches(str(source), NAMES, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         known = f"{', '.join(NAMES)}, a folder, an .npz, .csv or .parquet file, or hf:NAME"
-        raise DataError(f"data: expected {known}; got {os.fspath(source)!r}: {found}{hint}")
+        kind = DataError if path.exists() else AbsentDataError
+        raise kind(f"data: expected {known}; got {os.fspath(source)!r}: {found}{hint}")
     return load_listing(listing, memory=memory, cache=cache, channels=channels, **options)

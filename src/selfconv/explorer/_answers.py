@@ -21,7 +21,6 @@ from selfconv.explorer._comparison import (
     change_in_words,
     follow_in_words,
     kind,
-    layer_title,
     load_own_data,
     nearest_pixel,
     network_title,
@@ -81,8 +80,10 @@ class Answers:
             "note": comparison.note,
             "maxUpload": MAX_UPLOAD,
             "samples": [
-                {"label": sample.label, "image": pixels(sample.image)} for sample in comparison.samples
+                {"name": sample.name, "label": sample.label, "image": pixels(sample.image)}
+                for sample in comparison.samples
             ],
+            "attention": any(self._sees(model) for model in range(len(comparison.models))),
             "layers": self._layers(),
             "first": {"sample": first, **self._first_view(comparison.samples[first].image)},
         }
@@ -108,11 +109,13 @@ class Answers:
         windows = {info.name: 2 * max(info.layer.window.reach) + 1 for info in inspection.layers}
         layers = []
         for number, name in enumerate(self.comparison.layers(0)):
-            h, w = sizes.get(name, tuple(inspection.maps[name].shape[-2:]))
+            passed = tuple(inspection.maps[name].shape[-2:])
+            h, w = sizes.get(name, passed)
+            pooled = "" if passed == (h, w) else f", pooled to {passed[0]}×{passed[1]} after attention"
             models = range(len(self.comparison.models))
             layers.append(
                 {
-                    "title": f"{layer_title(name)}: {h}×{w} map",
+                    "title": f"{name}: {h}×{w} map{pooled}",
                     "size": [h, w],
                     "window": windows.get(name, 0),
                     "heads": max(self._heads(model, number) for model in models),
@@ -120,6 +123,10 @@ class Answers:
                 }
             )
         return layers
+
+    def _sees(self, model: int) -> bool:
+        """Whether a model has self convolution."""
+        return bool(self.comparison.inspect(model, self.comparison.samples[0].image).layers)
 
     def _layer(self, model: int, number: int) -> torch.nn.Module:
         return self.comparison.models[model].model.get_submodule(self.comparison.layer(model, number))
@@ -224,8 +231,7 @@ class Answers:
         i, j = view.pixel
         h, w = view.size
         return {
-            "where": f"{layer_title(name)}, row {i}, column {j} of the {h}×{w} map, "
-            f"head {view.head + 1}, channel {channel + 1}",
+            "where": f"{name}, row {i}, column {j} of the {h}×{w} map, head {view.head}, channel {channel}",
             "head": view.head,
             "output": view.output[:, channel].tolist(),
             "heads": numbers(torch.stack([v.alpha for v in views])),  # [heads, P, k, k]
@@ -245,7 +251,8 @@ class Answers:
             said = follow_in_words(error)
         planes = len(self.comparison.models[model].model.group)
         return {
-            "where": f"{layer_title(name)}, channel {channel + 1} of {len(before)}",
+            "where": f"{name}, {before.shape[-2]}×{before.shape[-1]} map, channel {channel} of 0 to "
+            f"{len(before) - 1}",
             "said": said,
             "upright": numbers(before[channel].reshape(planes, *before.shape[-2:])),
             "turned": numbers(after[channel].reshape(planes, *after.shape[-2:])),
@@ -322,7 +329,7 @@ def _training(trained: TrainedModel) -> Json:
         data = load_own_data(trained)
     except DataError as error:
         return {
-            "said": f"{said} The images cannot be read: {error}",
+            "said": f"{said} Now {trained.data_error_in_words(error)}.",
             "images": [],
             "metrics": metrics,
         }

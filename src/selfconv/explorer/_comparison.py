@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,7 +32,8 @@ REMEMBERED = 32  # images and models; a few MB each
 @dataclass(frozen=True)
 class SampleImage:
     image: Image
-    label: str
+    name: str  # of its class, or of what it shows
+    label: str | None  # the true class; None for an image of no class that the models know
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Comparison:
         if len(own) < 2:
             shipped = [open_trained(name) for name in list_models(pretrained=True)]
             if own:
-                own += _one_of_each_group([other for other in shipped if _counterparts(own[0], other)])
+                own += _one_of_each_group([other for other in shipped if _counterparts(own[0], other)])[:1]
             elif shipped:
                 own = max((_comparable(one, shipped) for one in shipped), key=len)
         if not own:
@@ -176,15 +176,15 @@ class Comparison:
 
 
 def _comparable(one: TrainedModel, others: Sequence[TrainedModel]) -> list[TrainedModel]:
-    """One model of each group, smallest group first, that take the images of ``one`` and know its classes."""
-    alike = _one_of_each_group([other for other in others if _same_inputs_and_classes(one, other)])
-    return sorted(alike, key=lambda trained: len(trained.model.group))
+    """A planar model and one on a group that take the images of ``one`` and know its classes."""
+    return _one_of_each_group([other for other in others if _same_inputs_and_classes(one, other)])[:2]
 
 
 def _one_of_each_group(trained: Sequence[TrainedModel]) -> list[TrainedModel]:
-    """One of each group, with self convolution if there is such a one."""
+    """One of each group, smallest group first, with self convolution if there is such a one."""
     by_interest = sorted(trained, key=lambda one: one.model.config["spatial"] != "conv")
-    return list({one.model.group.name: one for one in by_interest}.values())
+    found = {one.model.group.name: one for one in by_interest}.values()
+    return sorted(found, key=lambda one: len(one.model.group))
 
 
 def _counterparts(a: TrainedModel, b: TrainedModel) -> bool:
@@ -219,7 +219,8 @@ def _samples(trained: TrainedModel) -> tuple[list[SampleImage], str]:
     try:
         return choose_samples(load_own_data(trained)), ""
     except DataError as error:
-        note = f"These digits stand in for the run's data, which cannot be read: {error}"
+        said = trained.data_error_in_words(error)
+        note = f"{said[0].upper()}{said[1:]}; choose an image of your own. These digits stand in for them."
         return _digits_as_samples(trained), note
 
 
@@ -230,7 +231,7 @@ def choose_samples(data: Dataset) -> list[SampleImage]:
     for label, name in enumerate(data.class_names[:SAMPLES]):
         for number in (data.test.labels == label).nonzero()[:each, 0].tolist():
             image = data.test.read(torch.tensor([number]))[0].contiguous().numpy()
-            chosen.append(SampleImage(as_bytes(image, data.test.levels), name))
+            chosen.append(SampleImage(as_bytes(image, data.test.levels), name, name))
     return chosen
 
 
@@ -239,7 +240,7 @@ def _digits_as_samples(trained: TrainedModel) -> list[SampleImage]:
     size, channels = trained.data.size, trained.data.in_channels
     larger = fit(np.stack([digit.image.transpose(1, 2, 0) for digit in digits]), size).transpose(0, 3, 1, 2)
     return [
-        SampleImage(np.repeat(image, channels, 0), f"digit {digit.label}")
+        SampleImage(np.repeat(image, channels, 0), f"digit {digit.name}", None)
         for image, digit in zip(larger, digits, strict=True)
     ]
 
@@ -298,12 +299,6 @@ def symmetry_in_words(group: Group) -> str:
     turns = sum(a * d - b * c > 0 for (a, b), (c, d) in group.matrices)
     parts = ["shifts"] + [f"turns by {360 / turns:g}°"] * (turns > 1) + ["mirroring"] * (turns < len(group))
     return f"Built for {', '.join(parts[:-1])} and {parts[-1]}."
-
-
-def layer_title(name: str) -> str:
-    """``stages.0.1.spatial.conv`` as a reader counts."""
-    found = re.match(r"stages\.(\d+)\.(\d+)\.", name)
-    return f"stage {int(found[1]) + 1}, block {int(found[2]) + 1}" if found else name.split(".")[0]
 
 
 def change_in_words(before: NDArray[np.float32], after: NDArray[np.float32], names: Sequence[str]) -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import errno
+import gc
 import ipaddress
 import logging
 import os
@@ -28,6 +31,7 @@ from selfconv._files import parse_json
 from selfconv.data import DataError, PixelRange, as_bytes, read_image
 from selfconv.explorer._answers import MAX_UPLOAD, Answers, pixels
 from selfconv.explorer._comparison import Comparison
+from selfconv.trained import given_range
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -167,10 +171,13 @@ def read_upload(content: bytes, size: int, channels: int, pixels: PixelRange | N
             raise DataError(str(error).removeprefix(f"{file.name}: ")) from None
 
 
-def make_app(answers: Answers) -> Starlette:
+def make_app(answers: Answers, pixel_range: PixelRange | None = None) -> Starlette:
     """The page: its files, and an endpoint for each interaction.
 
     One thread computes what follows a click, another what the page asks for when nobody waits.
+
+    Args:
+        pixel_range: of uploads; by default that of the training images.
     """
     from starlette.applications import Starlette
     from starlette.requests import ClientDisconnect
@@ -222,9 +229,10 @@ def make_app(answers: Answers) -> Starlette:
     async def upload(request: Request) -> Response:
         content = await whole_body(request)
         data = answers.data
+        given = data.pixels if pixel_range is None else pixel_range
         return await computed(
             lambda: {
-                "image": pixels(read_upload(content, data.size, data.in_channels, data.pixels)),
+                "image": pixels(read_upload(content, data.size, data.in_channels, given)),
                 "size": data.size,
             },
             later,
@@ -248,7 +256,13 @@ def make_app(answers: Answers) -> Starlette:
     )
 
 
-def explore(*places: str | Path, host: str = "127.0.0.1", port: int = 7860, open_page: bool = True) -> None:
+def explore(
+    *places: str | Path,
+    host: str = "127.0.0.1",
+    port: int = 7860,
+    open_page: bool = True,
+    pixel_range: str | None = None,
+) -> None:
     """Serves the page until Ctrl-C.
 
     Args:
@@ -256,6 +270,7 @@ def explore(*places: str | Path, host: str = "127.0.0.1", port: int = 7860, open
         host: address to listen on. Any other than loopback lets others in.
         port: 0 takes any that is free.
         open_page: show it in the browser.
+        pixel_range: of uploads, ``"dtype"`` or ``"LOW,HIGH"``; by default that of the training images.
 
     Raises:
         ModuleNotFoundError: starlette or uvicorn is missing.
@@ -263,29 +278,42 @@ def explore(*places: str | Path, host: str = "127.0.0.1", port: int = 7860, open
     """
     require("explore", "starlette", "uvicorn")
     with _ended_by_sigterm(), _listen(host, port) as listening:
-        _serve(places, host, listening, open_page)
+        given = None if pixel_range is None else given_range(pixel_range)
+        _serve(places, host, listening, open_page, given)
 
 
-def open_guarded(places: Sequence[str | Path], hosts: set[str] | None) -> Guard:
+def open_guarded(
+    places: Sequence[str | Path], hosts: set[str] | None, pixel_range: PixelRange | None = None
+) -> Guard:
     """The app for some models, behind its guard."""
     answers = Answers(Comparison.open(*places))
     if answers.data.size <= ONE_THREAD:
         torch.set_num_threads(1)
     answers.start()  # compiles kernels, if they are not yet
-    return Guard(make_app(answers), hosts=hosts, max_call=answers.largest_call)
+    return Guard(make_app(answers, pixel_range), hosts=hosts, max_call=answers.largest_call)
 
 
-def _serve(places: Sequence[str | Path], host: str, listening: socket.socket, open_page: bool) -> None:
+def _serve(
+    places: Sequence[str | Path],
+    host: str,
+    listening: socket.socket,
+    open_page: bool,
+    pixel_range: PixelRange | None,
+) -> None:
     import uvicorn
 
     port = listening.getsockname()[1]
     local = _is_loopback(host)
     if not local:
         warnings.warn(f"--host {host}: everybody who can reach this machine can use the page", stacklevel=2)
-    app = open_guarded(places, {host, "127.0.0.1", "localhost", "::1"} if local else None)
-    shown = f"[{host}]" if ":" in host else host
-    address = f"http://{shown}:{port}"
-    print(f"The page is at {address} (Ctrl-C ends it).", flush=True)
+    print("selfconv: loading the models; kernels are compiled when first used", file=sys.stderr, flush=True)
+    app = open_guarded(places, {host, "127.0.0.1", "localhost", "::1"} if local else None, pixel_range)
+    _start_listening(listening, host, port)
+    every = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # all addresses of the machine
+    shown = every.get(host, host)
+    address = f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+    others = ", for others at the name of this machine" if host in every else ""
+    print(f"The page is at {address}{others} (Ctrl-C ends it).", flush=True)
     if open_page and _has_display():
         threading.Timer(0.5, webbrowser.open, [address]).start()
 
@@ -304,6 +332,7 @@ def _serve(places: Sequence[str | Path], host: str, listening: socket.socket, op
         ws="none",
         limit_concurrency=MAX_CONNECTIONS,
     )
+    atexit.register(gc.freeze)  # or the end of the process searches all of torch's objects for garbage
     try:
         Server(config).run([listening])
     except KeyboardInterrupt:
@@ -323,13 +352,26 @@ def _listen(host: str, port: int) -> socket.socket:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind(address)
-        listening.listen()
     except OSError as error:
         listening.close()
-        raise ValueError(
-            f"cannot listen on {host}, port {port} ({error.strerror}); give another --port, 0 for any"
-        ) from None
+        raise _refused(host, port, error) from None
     return listening
+
+
+def _start_listening(listening: socket.socket, host: str, port: int) -> None:
+    """Once the page is ready: before, a browser would wait without a word."""
+    try:
+        listening.listen()
+    except OSError as error:  # another process was faster
+        raise _refused(host, port, error) from None
+
+
+def _refused(host: str, port: int, error: OSError) -> ValueError:
+    if error.errno == errno.EADDRNOTAVAIL:
+        return ValueError(f"host: expected an address of this machine; got {host!r} ({error.strerror})")
+    return ValueError(
+        f"cannot listen on {host}, port {port} ({error.strerror}); give another --port, 0 for any"
+    )
 
 
 def _is_loopback(host: str) -> bool:

@@ -15,7 +15,7 @@ from selfconv.trained.exporting import Exported, export, own_range
 from selfconv.trained.metrics import CalibrationBin, ClassQuality, Quality
 from selfconv.trained.model import TrainedModel, open_trained
 from selfconv.trained.outputs import logits
-from selfconv.trained.prediction import Prediction, predict, predict_each
+from selfconv.trained.prediction import Prediction, given_range, predict, predict_each
 from selfconv.trained.rotation import RotationCurve, rotation_curve, rotation_figure
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "evaluate",
     "evaluate_model",
     "export",
+    "given_range",
     "images_evaluated",
     "logits",
     "open_trained",

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from selfconv._files import describe_folder, file_sha256, read_as
 from selfconv._memory import machine_memory
 from selfconv.data import (
+    AbsentDataError,
     Clipping,
     DataInfo,
     Dataset,
@@ -176,6 +177,13 @@ class TrainedModel:
             )
             return split.take(new.nonzero()[:, 0])
         return split
+
+    def data_error_in_words(self, error: ValueError) -> str:
+        """Why ``open_data`` failed, for somebody who only wants to see an image."""
+        said = (
+            "are not on this machine" if isinstance(error, AbsentDataError) else f"cannot be used ({error})"
+        )
+        return f"the images of {Path(self.data.name).name} {said}"
 
     def read_image(self, path: str | os.PathLike[str]) -> Tensor:
         """Reads an image file as integers ``[C, size, size]``, preprocessed as in a training folder."""

@@ -115,7 +115,7 @@ def predict_each(
     missing: list[DataError] = []
     files, info = image_files(images, missing.append), trained.data
     clipped: list[Clipping] = []
-    pixels = info.pixels if pixel_range is None else _given_range(pixel_range)
+    pixels = info.pixels if pixel_range is None else given_range(pixel_range)
     require_image_readers()
 
     def read(file: Path) -> Tensor | DataError:
@@ -155,10 +155,11 @@ def _probabilities(trained: TrainedModel, images: Tensor, pixels: PixelRange) ->
     return logits(trained.optimized, split, trained.data, lambda x: x).softmax(1).tolist()
 
 
-def _given_range(text: str) -> PixelRange:
+def given_range(text: str) -> PixelRange:
+    """The option ``--range`` of commands that read image files: ``LOW,HIGH`` or ``dtype``."""
     limits = parse_range(text)
     if limits is not None:
         return PixelRange(None, *limits)
     if text == "dtype":
         return PixelRange(None, 0, 65535, by_type=True)
-    raise DataError(f"range: expected dtype or LOW,HIGH for files to predict; got {text!r}")
+    raise DataError(f"range: expected dtype or LOW,HIGH for image files; got {text!r}")

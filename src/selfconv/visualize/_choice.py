@@ -36,18 +36,23 @@ def choose_pixel(inspection: Inspection, layer: str, head: int | None = None) ->
 
 
 def choose_pixels(inspection: Inspection, layer: str, count: int) -> tuple[list[Pixel], int]:
-    """Pixels with high ``selectivity``, apart from each other as far as the map allows, and one head."""
+    """Pixels with high ``selectivity``, apart from each other as far as the map allows, and one head.
+
+    No pixel twice: of a map with fewer pixels than ``count``, all of them.
+    """
     info, head = inspection.layer(layer), choose_pixel(inspection, layer)[1]
     scores = selectivity(inspection, layer)[head].clone()
     h, w = info.size
     apart = max(2 * max(info.layer.window.reach) + 1, min(h, w) // 3)  # windows that do not overlap, or more
     rows, columns = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
+    scores += 1e-6  # where nothing is selective, distance alone decides
     chosen: list[Pixel] = []
-    for _ in range(count):
+    for _ in range(min(count, h * w)):
         i, j = divmod(int(scores.argmax()), w)
         chosen.append((i, j))
         distance = torch.maximum((rows - i).abs(), (columns - j).abs())
         scores = scores * (distance / apart).clamp(max=1).square()
+        scores[i, j] = -1
     return sorted(chosen), head
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 SIGNED, POSITIVE = "PuOr", "viridis"  # told apart by colour-blind people, too
 FRAME, OUTSIDE = "#D55E00", "#c8c8c8"
 SMALL, MEDIUM, LARGE = 8, 9, 11
+SAME = 0.02  # of the largest value: what differs by less looks the same
 
 
 def new_figure(width: float, height: float) -> Figure:

@@ -58,6 +58,9 @@ def occlusion_maps(model: nn.Module, image: Tensor, cells: int = CELLS) -> Tenso
     median colour of the image's border; a cell gets the mean over the windows that contain it. Positive: the
     network needs that part for the class. Negative: the part speaks against it. The map turns with the image
     if its sides are multiples of ``cells``.
+
+    Raises:
+        ValueError: the model is no classifier, or its output is infinite or not a number.
     """
     batch = batch_for(model, image)
     _, _, h, w = batch.shape
@@ -72,6 +75,13 @@ def occlusion_maps(model: nn.Module, image: Tensor, cells: int = CELLS) -> Tenso
         covered[n, :, rows[i] : rows[i + 2], columns[j] : columns[j + 2]] = colour
     with evaluating(model):
         before = model(batch)
+        if not isinstance(before, Tensor) or before.dim() != 2 or len(before) != 1:
+            found = list(before.shape) if isinstance(before, Tensor) else type(before).__name__
+            raise ValueError(f"occlusion maps: expected a classifier, with outputs [1, classes]; got {found}")
+        if not before.isfinite().all():
+            raise ValueError(
+                "expected outputs that are numbers; the model's are infinite or nan for this image"
+            )
         after = torch.cat([model(part) for part in covered.split(max(1, PIXELS // (h * w)))])
     falls = (before - after).T.reshape(-1, cells - 1, cells - 1)  # [num_classes, windows]
     sums, counts = (_windows_to_cells(values) for values in (falls, torch.ones_like(falls)))

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from selfconv._text import escape_for_terminal
 from selfconv.visualize._draw import (
     MEDIUM,
     SIGNED,
@@ -27,10 +29,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LARGEST_GRID = 8  # up to so many rows the values are printed into their cells
+NOTHING = 1e-4  # of the largest logit: what is smaller is rounding, which no colour scale should enlarge
 
 
 def explanation_figure(
-    image: Tensor, activation: Tensor, occlusion: Tensor, class_names: Sequence[str], truth: str | None = None
+    image: Tensor,
+    activation: Tensor,
+    occlusion: Tensor,
+    class_names: Sequence[str],
+    truth: str | None = None,
+    source: str | None = None,
 ) -> Figure:
     """Why a network decided as it did: evidence for its answer, for the runner-up, and their difference.
 
@@ -39,9 +47,11 @@ def explanation_figure(
         activation: ``[num_classes, h, w]`` of ``class_activation_maps``.
         occlusion: ``[num_classes, cells, cells]`` of ``occlusion_maps``.
         truth: the true class, if it is known.
+        source: the name of the image's file, for the title.
     """
     logits = activation.sum((1, 2))
     probabilities = logits.softmax(0)
+    scale = float(logits.abs().max())
     best = logits.argsort(descending=True)[:2].tolist()
     names = [shorten(class_names[n]) for n in best]
     rows = [(f"for “{name}”", activation[n], occlusion[n]) for n, name in zip(best, names, strict=True)]
@@ -56,7 +66,7 @@ def explanation_figure(
         draw_image(row[0], image)
         row[0].set_ylabel(name, fontsize=MEDIUM)
         for place, bar, values in ((row[1], row[2], evidence), (row[3], row[4], falls)):
-            shown = draw_overlay(place, image, values, limit_of(values))
+            shown = draw_overlay(place, image, values, max(limit_of(values), NOTHING * scale))
             colour_bar(figure, shown, bar, inside=True)
         row[1].set_xlabel(total, fontsize=MEDIUM)
     row = grid[0]
@@ -66,28 +76,58 @@ def explanation_figure(
     said = "" if truth is None else f"; the true class is “{shorten(truth)}”"
     headline(
         figure,
+        *([] if source is None else [escape_for_terminal(source).replace("$", r"\$")]),
         f"The network answers “{names[0]}” with {float(probabilities[best[0]]):.1%}{said}",
         "Purple speaks for the class, orange against it",
     )
-    conclude(figure, _conclusion(rows[-1][1], rows[-1][2], names))
+    conclude(figure, _conclusion(rows[-1][1], rows[-1][2], names, scale))
     return figure
 
 
-def _conclusion(evidence: Tensor, falls: Tensor, names: Sequence[str]) -> str:
-    """Which places speak most for the answer (rather than the runner-up), and whether occlusion agrees."""
+def _conclusion(evidence: Tensor, falls: Tensor, names: Sequence[str], scale: float) -> str:
+    """Which places speak most for and against the answer, and what covering these very places does.
+
+    Args:
+        evidence: the map of the answer (minus that of the runner-up), ``[h, w]``.
+        falls: the same of occlusion, in cells of another size.
+        scale: the size of the logits; changes below ``NOTHING`` of it are rounding.
+    """
     question = f"“{names[0]}”" + (f" rather than “{names[1]}”" if len(names) == 2 else "")
+    number = "the difference of the logits" if len(names) == 2 else "the logit"
+    covered = F.adaptive_avg_pool2d(falls[None].double(), (evidence.shape[0], evidence.shape[1]))[0]
+    least, largest = NOTHING * scale, float(evidence.abs().max())
+    vain = float(falls.abs().max()) <= least
+
+    def said(place: int, sign: int) -> str:
+        """``bottom left (1.20): covering it lowers the logit by 0.90``, with “but” if signs differ."""
+        fall = float(covered.flatten()[place])
+        if vain or abs(fall) <= least:
+            effect = "" if vain else ", but covering it changes nothing"
+        else:
+            effect = ":" if fall * sign > 0 else ", but"
+            effect += f" covering it {'lowers' if fall > 0 else 'raises'} {number} by {_signed(abs(fall))}"
+        return f"at the {_place(place, evidence)}{effect}."
+
     high, low = int(evidence.argmax()), int(evidence.argmin())
-    said = f"What speaks most for {question} is at the {_place(high, evidence)}"
-    if float(evidence.flatten()[low]) < -0.1 * float(evidence.abs().max()):
-        said += f", what speaks most against it at the {_place(low, evidence)}"
-    agree = (
-        float(
-            (F.adaptive_avg_pool2d(falls[None], (evidence.shape[0], evidence.shape[1]))[0] * evidence).sum()
-        )
-        > 0
-    )
-    both = "Occlusion agrees." if agree else "Occlusion does not agree: trust neither column alone."
-    return f"{said}; all places together make {_signed(evidence.sum())}. {both}"
+    speaks = float(evidence.flatten()[high]) > least
+    parts = [f"What speaks most for {question} is {said(high, 1)}"]
+    if not speaks:
+        parts = [f"No place speaks for {question}."]
+    if float(evidence.flatten()[low]) < -max(0.1 * largest, least):
+        parts.append(f"What speaks most against it is {said(low, -1)}")
+    parts.append(f"All places together make {_signed(evidence.sum())}.")
+    parts.append("Covering any part changes nothing." if vain else _correlation(evidence, covered))
+    return " ".join(part for part in parts if part)
+
+
+def _correlation(evidence: Tensor, covered: Tensor) -> str:
+    """Of the two maps over their places; nothing if one of them is the same everywhere."""
+    pair = torch.stack([evidence.double().flatten(), covered.flatten()])
+    deviations = pair - pair.mean(1, keepdim=True)
+    if bool((deviations.norm(dim=1) <= 1e-6 * pair.norm(dim=1)).any()):
+        return ""
+    correlation = F.cosine_similarity(deviations[0], deviations[1], dim=0)
+    return f"The correlation of the two maps is {_signed(correlation)}."
 
 
 def _place(n: int, evidence: Tensor) -> str:

@@ -11,6 +11,7 @@ from selfconv.visualize._draw import (
     FRAME,
     MEDIUM,
     POSITIVE,
+    SAME,
     SIGNED,
     below_bar,
     colour_bar,
@@ -91,14 +92,19 @@ def template_figure(image: Tensor, views: Sequence[PixelView], channel: int | No
     colour_bar(figure, shown_alpha, grid[1, -1], inside=True)
     colour_bar(figure, shown, grid[2, -1], inside=True)
     name = NUMBERS[count - 1]
-    headline(
-        figure, f"One template, {name} pixels, {name} filters" if count > 1 else "One template, one filter"
-    )
-    conclude(
-        figure,
-        "A convolution would apply ψ as it is at every pixel. Here the scores select which part acts: the "
-        f"filters differ because the image does. ({view.layer}, head {view.head}, channel {channel})",
-    )
+    apart = max(float((one - other).abs().max()) for one in filters for other in filters)
+    differ = apart > SAME * limit
+    title = "One template, one filter"
+    if count > 1:
+        title = f"One template, {name} pixels, {name if differ else 'nearly equal'} filters"
+    headline(figure, title)
+    said = "Here the scores select which part acts"
+    if count > 1:
+        said += (
+            ": the filters differ because the image does" if differ else ", at these pixels nearly the same"
+        )
+    where = f"({view.layer}, head {view.head}, channel {channel})"
+    conclude(figure, f"A convolution would apply ψ as it is at every pixel. {said}. {where}")
     return figure
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +13,10 @@ import torch
 from torch import Tensor
 
 from selfconv._files import write_figure
-from selfconv.data import normalise, visible_channels
+from selfconv.data import DataError, normalise, read_image, visible_channels
 from selfconv.testing import through_mask
-from selfconv.trained import Prediction, TrainedModel
+from selfconv.train import RunError
+from selfconv.trained import Prediction, TrainedModel, given_range
 from selfconv.visualize import figures
 from selfconv.visualize._choice import choose_pixels, choose_view
 from selfconv.visualize._equivariance import EquivarianceView, equivariance_view
@@ -30,6 +33,7 @@ def write_figures(
     out: Path,
     *,
     image: str | os.PathLike[str] | None = None,
+    pixel_range: str | None = None,
     layer: str | None = None,
     pixel: Pixel | None = None,
     head: int | None = None,
@@ -38,50 +42,80 @@ def write_figures(
 
     Args:
         image: a file; by default the first test image of the data set.
+        pixel_range: of the values in that file, ``"dtype"`` or ``"LOW,HIGH"``; by default as in training.
         layer: by default the first self-convolution layer.
         pixel: row and column of the layer's map; by default where attention chooses (``selectivity``).
         head: by default one whose attention at the pixel is neither uniform nor on one neighbour only.
     """
-    truth = None
+    truth, info = None, trained.data
+    given = info.pixels if pixel_range is None else given_range(pixel_range)
     if image is None:
-        test = trained.open_data().test
-        pixels, truth = test.read(torch.tensor([0]))[0], trained.data.class_names[int(test.labels[0])]
+        if pixel_range is not None:
+            raise ValueError(f"--range needs --image; got --range {pixel_range} for a test image")
+        try:
+            test = trained.open_data().test
+        except (DataError, RunError) as error:
+            raise DataError(
+                f"{trained.name}: {trained.data_error_in_words(error)}; give an image with --image FILE"
+            ) from error
+        pixels, truth = test.read(torch.tensor([0]))[0], info.class_names[int(test.labels[0])]
     else:
-        pixels = trained.read_image(image)
-    made = list(model_figures(trained, pixels, layer, pixel, head, truth))  # before any is written
+        pixels = read_image(Path(image), info.size, info.in_channels, pixels=given)
+    # all of them before any is written
+    made = list(model_figures(trained, pixels, layer, pixel, head, truth, levels=given.levels))
     out.mkdir(parents=True, exist_ok=True)
     return [path for name, figure in made for path in save(figure, out / name)]
 
 
 class ExplanationWriter:
-    """Writes a figure for each image of why the model decides as it does; ``predict_each`` calls ``write``.
+    """Writes a figure for each image of why the model decides as it does.
 
-    ``cat.jpg`` becomes ``cat.explained.png``; of files with the same name the later ones get a number.
+    ``cat.jpg`` becomes ``cat.jpg.explained.png``. If the folder has that name already, from a file of the
+    same name elsewhere or as anything else, it gets a number; explained again, it keeps its picture's name.
+
+    Raises:
+        ValueError: ``out`` is something other than a folder.
     """
 
     def __init__(self, trained: TrainedModel, out: Path) -> None:
-        out.mkdir(parents=True, exist_ok=True)
+        if out.exists() and not out.is_dir():
+            raise ValueError(f"{out}: expected a folder for the explanations; got a file")
         self.trained, self.out = trained, out
-        self.written: set[Path] = set()
 
-    def write(self, prediction: Prediction, pixels: Tensor) -> None:
-        """Explains the prediction about an image: pixels in 0..1, ``[C, h, w]``."""
-        figure = explain(self.trained, pixels, None)
-        path, number = Path(prediction.file), 1
-        stem = path.stem + path.suffix[4:] if path.suffix.startswith(".npy[") else path.stem
-        file = self.out / f"{stem}.explained.png"
-        while file in self.written:
-            number += 1
-            file = self.out / f"{stem}-{number}.explained.png"
-        save_png(figure, file)
-        self.written.add(file)
+    def write(self, prediction: Prediction, pixels: Tensor) -> Path:
+        """Explains the prediction about an image, pixels in 0..1, ``[C, h, w]``; returns the file.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        name = Path(prediction.file).name
+        figure = explain(self.trained, pixels, None, name)
+        self.out.mkdir(parents=True, exist_ok=True)
+        origin = hashlib.sha256(os.path.abspath(prediction.file).encode(errors="surrogateescape")).hexdigest()
+        for number in itertools.count(1):
+            file = self.out / f"{name}{f'-{number}' if number > 1 else ''}.explained.png"
+            if not file.exists() or _origin(file) == origin:
+                break
+        save_png(figure, file, Origin=origin)
+        return file
 
 
-def explain(trained: TrainedModel, pixels: Tensor, truth: str | None) -> Figure:
+def _origin(picture: Path) -> str | None:
+    """The digest of the path of the image that a picture explains; None if it is no such picture."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(picture) as opened:
+            return opened.info.get("Origin")
+    except (OSError, UnidentifiedImageError):
+        return None
+
+
+def explain(trained: TrainedModel, pixels: Tensor, truth: str | None, source: str | None = None) -> Figure:
     """Why a model decides as it does about an image: pixels in 0..1, ``[C, h, w]``."""
     image = normalise(pixels[None], trained.data.mean, trained.data.std, levels=1)
     maps = class_activation_maps(trained.model, image), occlusion_maps(trained.optimized, image)
-    return figures.explanation_figure(_visible(pixels), *maps, trained.data.class_names, truth)
+    return figures.explanation_figure(_visible(pixels), *maps, trained.data.class_names, truth, source)
 
 
 def _visible(pixels: Tensor) -> Tensor:
@@ -95,11 +129,18 @@ def model_figures(
     pixel: Pixel | None,
     head: int | None,
     truth: str | None = None,
+    *,
+    levels: int | None = None,
 ) -> Iterator[tuple[str, Figure]]:
-    """The pictures by name, for an image of integers ``[C, h, w]``; two if there is no self convolution."""
-    fractions = pixels.float() / trained.data.pixels.levels
+    """The pictures by name, for an image of integers ``[C, h, w]``; two if there is no self convolution.
+
+    Args:
+        levels: the integer that stands for the pixel 1; by default that of the training images.
+    """
+    fractions = pixels.float() / (trained.data.pixels.levels if levels is None else levels)
     shown = _visible(fractions)
-    inspection = Inspection(trained.model, trained.normalise(pixels[None]))
+    image = normalise(fractions[None], trained.data.mean, trained.data.std, levels=1)
+    inspection = Inspection(trained.model, image)
     if inspection.layers:
         info = inspection.layer(inspection.layers[0].name if layer is None else layer)
         view = choose_view(inspection, info.name, pixel, head)
@@ -116,7 +157,7 @@ def model_figures(
     elif pixel is not None or head is not None:
         raise ValueError(f"{trained.name} has no self-convolution layer, and so no pixel or head to look at")
     layer = list(inspection.maps)[:2][-1] if layer is None else layer  # after the stem
-    turned = equivariance_view(trained.model, trained.normalise(pixels[None]), layer)
+    turned = equivariance_view(trained.model, image, layer)
     if turned.group.band_limited:  # the network sees the mean colour outside of the disc
         mean = torch.tensor(trained.data.mean[: len(shown)])[:, None, None]
         shown = through_mask((shown - mean)[None])[0] + mean
@@ -144,5 +185,5 @@ def save(figure: Figure, stem: Path) -> list[Path]:
     return [png, svg]
 
 
-def save_png(figure: Figure, path: Path) -> None:
-    write_figure(path, figure, dpi=110, pil_kwargs={"optimize": True})
+def save_png(figure: Figure, path: Path, **metadata: str) -> None:
+    write_figure(path, figure, dpi=110, metadata=metadata, pil_kwargs={"optimize": True})

@@ -17,6 +17,7 @@ from selfconv.visualize._draw import (
     LARGE,
     MEDIUM,
     POSITIVE,
+    SAME,
     SIGNED,
     SMALL,
     below_bar,
@@ -53,6 +54,7 @@ __all__ = [
 
 
 COLUMNS = 8  # elements of a group side by side
+NEARLY_EVEN = 1.5  # times the score of uniform attention; less is no choice
 
 # ---- one pixel ----
 
@@ -158,10 +160,13 @@ def _attention_in_words(alpha: Tensor) -> str:
     flat, even = alpha.flatten(), 1 / alpha.numel()
     few = int((flat.sort(descending=True).values.cumsum(0) < 0.5).sum()) + 1
     places = f"{few} of {len(flat)} places get" if few > 1 else f"One of {len(flat)} places gets"
-    return (
-        f"{places} half of the attention; the largest score is {float(flat.max()) / even:.1f} times that of "
-        "uniform attention. The filter is the template where the scores are large, and nothing elsewhere."
+    largest = float(flat.max()) / even
+    said = (
+        f"{places} half of the attention; the largest score is {largest:.1f} times that of uniform attention."
     )
+    if largest < NEARLY_EVEN:
+        return f"{said} The scores are nearly even: the filter has the shape of the template."
+    return f"{said} The filter is the template where the scores are large, and small where they are small."
 
 
 def _group_pixel(image: Tensor, view: PixelView, channel: int) -> Figure:
@@ -198,9 +203,22 @@ def _group_pixel(image: Tensor, view: PixelView, channel: int) -> Figure:
     conclude(
         figure,
         "Each plane applies the template, turned to its orientation, to the same neighbourhood V, and "
-        "attends to places of its own: the rows differ because the image has a direction here.",
+        f"attends to places of its own. {_direction_in_words(view)}",
     )
     return figure
+
+
+def _direction_in_words(view: PixelView) -> str:
+    """Whether the scores of the planes are those of the first, turned: so they are without a direction."""
+    group, alpha = view.group, view.alpha.double()
+    turned = [(alpha[p], group.act_planar(alpha[:1], p)[0]) for p in group if group.exact[p]]
+    apart = max(float((own - first).abs().max()) for own, first in turned) / float(alpha.max())
+    if apart < SAME:
+        return "The rows are the first one, turned: the image has no direction here."
+    return (
+        f"The scores differ by up to {apart:.0%} of the largest from those of the first row, turned: the "
+        "image has a direction here."
+    )
 
 
 def schematic_figure(image: Tensor, view: PixelView, channel: int | None = None) -> Figure:
@@ -241,9 +259,17 @@ def schematic_figure(image: Tensor, view: PixelView, channel: int | None = None)
     conclude(
         figure,
         "Convolution weighs every place by its template, whatever the image shows; attention by scores, "
-        "which come from the image. Affine self convolution does both, so the three sums differ.",
+        "which come from the image. Affine self convolution does both. "
+        f"{_sums_in_words([product for *_, product in rows])}",
     )
     return figure
+
+
+def _sums_in_words(products: Sequence[Tensor]) -> str:
+    sums = [float(product.sum()) for product in products]
+    size = max(float(product.abs().sum()) for product in products)
+    differ = max(sums) - min(sums) > SAME * size
+    return "So the three sums differ." if differ else "Here the three sums are nearly the same."
 
 
 # ---- a whole map ----
@@ -274,11 +300,15 @@ def entropy_figure(image: Tensor, entropy: Tensor, layer: str, planes: Sequence[
     headline(figure, "How widely attention looks: entropy, 0 for one neighbour, 1 for all alike", layer)
     each = entropy.flatten(1)
     means, chooser = each.mean(1), int(each.min(1).values.argmin())
+    most = (
+        "Attention is uniform here: no head chooses"
+        if float(each.min()) > 1 - 1e-3
+        else f"Head {chooser} chooses most, down to {float(each.min()):.2f}"
+    )
     conclude(
         figure,
-        "Dark: a head chooses few neighbours. Bright: it looks at all of them alike. Head "
-        f"{chooser} chooses most, down to {float(each.min()):.2f}; the means of the heads go from "
-        f"{float(means.min()):.2f} to {float(means.max()):.2f}.",
+        f"Dark: a head chooses few neighbours. Bright: it looks at all of them alike. {most}; the means of "
+        f"the heads go from {float(means.min()):.2f} to {float(means.max()):.2f}.",
     )
     return figure
 

@@ -3,6 +3,7 @@
 import {chart, decode, fixed, largest, minus, node, number, overlay, part, photo, picture, sum, ticks} from "./draw.js";
 
 const $ = (id) => document.getElementById(id);
+const ROUNDING = 1e-4;  // of the largest logit: less is not drawn as evidence
 const [ANSWER, NOTHING, RUNNER_UP] = [-1, -1, -2];  // choices beside the classes
 const percent = (p) => `${(100 * p).toFixed(1)}%`;
 const best = (p) => p.indexOf(Math.max(...p));
@@ -16,71 +17,106 @@ function style(model) {
 
 let about;  // what the server said at the start: models, classes, samples, layers
 const chosen = {image: 0, angle: 0, home: [0, 0], layer: 0, head: 0, channel: 0};
-let truth = null;  // the label of a sample
-let shown = null;  // the last answer
-let occlusion = null;  // of the same image and angle, once it is there
+let shown = null;  // the last answer, and the question that it answers: all that the page shows is of this one
+let occlusion = null;  // of the image and angle that are shown, once it is there
 let around = new Map();  // angle → for each model its probabilities, as far as they are known
 let turned = [0, 0];  // from which angle to which the user has turned the image
-let curveClass = 0;  // the class that the curve is about
+let choices = 0;  // how many images the user has chosen
+const uploads = new Map();  // image of the user → what is said about it
+let failures = 0;
+let gone = false;  // the server
 
 // ---- asking ----
 
+const GONE = "The server has ended: start `selfconv explore` again, then reload this page.";
+const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
+const sameImage = (a, b) => a.image === b.image && a.angle === b.angle;
+
 async function ask(path, body) {
-  const post = body === undefined ? {} : {method: "POST", body};
-  const answer = await fetch(path, post);
-  if (!answer.ok) throw new Error(await answer.text());
-  return answer.json();
-}
-
-// While an answer is on its way, only the last question is kept.
-function latest(path, show) {
-  let busy = false, waiting = false, done = Promise.resolve();
-  const run = async () => {
-    busy = true;
-    do {
-      waiting = false;
-      const question = JSON.stringify(chosen);
-      try {
-        show(await ask(path, question), JSON.parse(question));
-      } catch (error) {
-        say(error.message, true);
-      }
-    } while (waiting);
-    busy = false;
-  };
-  return () => {
-    if (busy) waiting = true;
-    else done = run();
-    return done;
-  };
-}
-
-const look = latest("/api/look", (answer, question) => {
-  shown = {...answer, angle: question.angle};
-  occlusion = null;
-  if (question.image === chosen.image) {
-    around.set(question.angle, answer.models.map(({probabilities}) => probabilities));
-    if (truth === null) curveClass = best(answer.models[0].upright);
+  if (gone) throw new Error(GONE);
+  try {
+    const answer = await fetch(path, body === undefined ? {} : {method: "POST", body});
+    if (!answer.ok) throw new Error(await answer.text());
+    return await answer.json();
+  } catch (error) {
+    if (!(error instanceof TypeError)) throw error;  // TypeError: there was no answer, or not all of one
+    gone ||= !(await fetch("/favicon.svg").catch(() => null));
+    throw new Error(gone ? GONE : "the request was not answered");
   }
+}
+
+// Asks one question after another until what is shown is what is chosen. Says whether it is in the end.
+let asking = null;
+function refresh() {
+  asking ??= catchUp().finally(() => {
+    asking = null;
+    document.body.classList.remove("waiting");
+  });
+  return asking;
+}
+
+async function catchUp() {
+  document.body.classList.add("waiting");
+  while (!same(chosen, shown?.question)) {
+    const question = structuredClone(chosen), before = failures;
+    const pixelAlone = shown && same({...question, home: 0}, {...shown.question, home: 0});
+    try {
+      const answer = await ask(pixelAlone ? "/api/pixel" : "/api/look", JSON.stringify(question));
+      if (pixelAlone) showPixel(answer, question);
+      else showAll(answer, question);
+      if (failures === before) say(wordsFor(question.image));  // an error stays until a later question is answered
+    } catch (error) {
+      if (!shown) throw error;
+      fail(error.message);
+      if (!gone && !same(question, chosen)) continue;  // the user has chosen something else meanwhile
+      Object.assign(chosen, structuredClone(shown.question));
+      showControls();
+      return false;
+    }
+  }
+  return true;
+}
+
+function showAll(answer, question) {
+  if (question.image !== shown?.question.image) [around, turned] = [new Map(), [0, 0]];
+  if (!shown || !sameImage(question, shown.question)) occlusion = null;
+  shown = {...answer, question};
+  around.set(question.angle, answer.models.map(({probabilities}) => probabilities));
+  turned = [Math.min(turned[0], question.angle), Math.max(turned[1], question.angle)];
   photo($("photo"), answer.image, about.channels);
-  placeFrames(answer.pixel);
+  placeFrames();
   drawDecisions();
-  drawFilters(answer.models);
-  drawMaps(answer.models);
+  drawFilters();
+  drawMaps();
   drawVerdicts();
   drawCurve();
-  clearTimeout(look.later);
-  look.later = setTimeout(occlude, 250);
-});
+  clearTimeout(showAll.later);
+  if (!occlusion) showAll.later = setTimeout(occlude, 250);
+}
 
-const lookAtPixel = latest("/api/pixel", (answer) => drawFilters(answer.models));
+function showPixel(answer, question) {
+  const models = shown.models.map((model, n) => ({...model, ...answer.models[n]}));
+  shown = {...shown, question, pixel: answer.pixel, models};
+  placeFrames();
+  drawFilters();
+}
 
-const occlude = latest("/api/occlusion", (answer, question) => {
-  if (question.angle !== shown.angle || question.image !== chosen.image) return;
-  occlusion = answer.models.map(decode);
-  drawDecisions();
-  lookAround();
-});
+async function occlude() {
+  if (occlude.busy) return;
+  occlude.busy = true;
+  try {
+    while (!occlusion) {
+      const {question} = shown, {models} = await ask("/api/occlusion", JSON.stringify(question));
+      if (sameImage(question, shown.question)) occlusion = models.map(decode);
+    }
+    drawDecisions();
+    lookAround();
+  } catch (error) {
+    fail(error.message);
+  } finally {
+    occlude.busy = false;
+  }
+}
 
 // The answers at other angles, one small question after another, so that no click has to wait for them.
 async function lookAround() {
@@ -91,11 +127,11 @@ async function lookAround() {
     for (let step = 0; step <= 24 && mine === around; step++) {
       const angle = 15 * Math.ceil(step / 2) * (step % 2 ? 1 : -1);  // to both sides of upright
       if (mine.has(angle)) continue;
-      mine.set(angle, (await ask("/api/answer", JSON.stringify({...chosen, angle}))).models);
+      mine.set(angle, (await ask("/api/answer", JSON.stringify({...shown.question, angle}))).models);
       if (mine === around && angle % 45 === 0) drawCurve();
     }
   } catch (error) {
-    say(error.message, true);
+    fail(error.message);
   }
 }
 
@@ -104,37 +140,44 @@ function say(text, error = false) {
   $("message").classList.toggle("error", error);
 }
 
-// ---- the image ----
-
-function choose(image, label) {
-  Object.assign(chosen, {image, angle: 0});
-  truth = label;
-  curveClass = Math.max(about.classes.indexOf(label), 0);
-  around = new Map();
-  turned = [0, 0];
-  for (const [n, button] of [...$("samples").children].entries())
-    button.setAttribute("aria-pressed", String(n === image));
-  setAngle(0);
-  return look();
+function fail(text) {
+  failures += 1;
+  say(text, true);
 }
 
-function setAngle(angle) {
-  chosen.angle = angle;
-  $("angle").value = angle;
-  $("degrees").textContent = `${angle}°`.replace("-", "−");
+// ---- the image ----
+
+const wordsFor = (image) => uploads.get(image) ?? about.note;
+
+function choose(image) {
+  choices += 1;
+  say(wordsFor(image));
+  Object.assign(chosen, {image, angle: 0});
+  showControls();
+  return refresh();
+}
+
+// The controls as what is chosen.
+function showControls() {
+  $("angle").value = chosen.angle;
+  $("degrees").textContent = `${chosen.angle}°`.replace("-", "−");
+  for (const [n, button] of [...$("samples").children].entries())
+    button.setAttribute("aria-pressed", String(n === chosen.image));
+  $("layer").value = chosen.layer;
+  layerOptions();
 }
 
 function turnTo(angle) {
-  setAngle(180 - ((((180 - angle) % 360) + 360) % 360));  // above −180°, up to 180°
-  turned = [Math.min(turned[0], chosen.angle), Math.max(turned[1], chosen.angle)];
-  return look();
+  chosen.angle = Math.abs(angle) <= 180 ? angle : 180 - ((((180 - angle) % 360) + 360) % 360);
+  showControls();
+  return refresh();
 }
 
 async function allAround() {
   const from = chosen.angle, image = chosen.image;
   for (let step = 1, here = from; step <= 24; step++) {
     if (chosen.angle !== here || chosen.image !== image) return;  // the user has done something else
-    await turnTo(from + 15 * step);
+    if (!(await turnTo(from + 15 * step))) return;
     here = chosen.angle;
   }
 }
@@ -150,15 +193,15 @@ function currentPixel() {
   return turnPlace(chosen.home, chosen.angle).map((x) => Math.min(Math.max(Math.round(x), 0), about.size - 1));
 }
 
-function choosePixel(row, column) {
+// A pixel of the image turned by an angle: that of a click is of the image that is shown.
+function choosePixel(row, column, angle) {
   const inside = [row, column].map((x) => Math.min(Math.max(x, 0), about.size - 1));
-  chosen.home = turnPlace(inside, -chosen.angle);
-  placeFrames(inside);
-  lookAtPixel();
+  chosen.home = turnPlace(inside, -angle);
+  return refresh();
 }
 
-function placeFrames([row, column]) {
-  const {size: [down, across], window: k} = about.layers[chosen.layer];
+function placeFrames() {
+  const [row, column] = shown.pixel, {size: [down, across], window: k} = about.layers[shown.question.layer];
   const i = Math.floor((row * down) / about.size), j = Math.floor((column * across) / about.size);
   const put = (id, top, left, height, width) => Object.assign($(id).style, {
     top: `${100 * top}%`, left: `${100 * left}%`, height: `${100 * height}%`, width: `${100 * width}%`});
@@ -176,7 +219,14 @@ function card(model, n, ...children) {
   return node("article", {class: `card ${style(model)}`, "data-model": n}, title, ...children);
 }
 
+// The true class of the image that is shown; null for one's own image.
+function truthShown() {
+  const {image} = shown.question;
+  return typeof image === "number" ? about.samples[image].label : null;
+}
+
 function truthMark(p) {
+  const truth = truthShown();
   if (truth === null) return [];
   const right = about.classes[best(p)] === truth;
   return [" ", node("span", {class: right ? "mark-right" : "mark-wrong"}, `${right ? "✓" : "✗"} true class ${truth}`)];
@@ -227,19 +277,19 @@ function evidence(maps, n) {
 function drawDecisions() {
   $("decisions").replaceChildren(...about.models.map((model, n) => {
     const answer = shown.models[n], {map, words, logit} = evidence(decode(answer.activation), n);
-    const total = fixed(sum(map));
-    const where = overlay($("photo"), map, largest(map), `class activation map for ${words}, sum ${total}`);
+    const total = fixed(sum(map)), least = ROUNDING * Math.max(...answer.logits.map(Math.abs));
+    const where = overlay($("photo"), map, Math.max(largest(map), least), `class activation map for ${words}, sum ${total}`);
     const why = node("figure", {class: "activation"}, where, node("figcaption", {},
       `Activation map for ${words}: the cells add up to `, node("b", {}, total), `, ${logit}.`));
     const covered = node("figure", {class: "occlusion"});
     if (occlusion) {
-      const falls = evidence(occlusion[n], n).map, limit = largest(falls);
-      covered.append(overlay($("photo"), falls, limit, `occlusion for ${words}, largest fall ${number(limit)}`));
-      const most = Math.max(...falls.values);
-      covered.append(node("figcaption", {}, ...(most > 0
-        ? ["Occlusion: covering a part lowers this number by up to ", node("b", {}, fixed(most)), "."]
-        : ["Occlusion: no part is needed; covering one raises this number by up to ",
-          node("b", {}, fixed(-Math.min(...falls.values))), "."])));
+      const falls = evidence(occlusion[n], n).map, [fall, rise] = [Math.max(...falls.values), -Math.min(...falls.values)];
+      const said = fall > least ? ["covering a part lowers this number by up to ", node("b", {}, fixed(fall)), "."]
+        : rise > least ? ["no part is needed; covering one raises this number by up to ", node("b", {}, fixed(rise)), "."]
+          : ["covering any part changes nothing."];
+      const caption = node("figcaption", {}, "Occlusion: ", ...said);
+      const label = `for ${words}. ${caption.textContent}`;
+      covered.append(overlay($("photo"), falls, Math.max(largest(falls), least), label), caption);
     } else {
       const waiting = node("canvas", {"aria-hidden": "true"});
       waiting.width = waiting.height = 240;
@@ -278,16 +328,16 @@ function headsTable(model, f) {
   const heads = decode(f.heads), limit = largest(heads), count = heads.shape[0];
   const numbers = Array.from({length: count}, (_, n) => n);
   const head = node("tr", {}, node("td", {class: "corner"}), ...numbers.map((n) =>
-    node("th", {scope: "col", ...(n === f.head ? {class: "best"} : {})}, String(n + 1))));
+    node("th", {scope: "col", ...(n === f.head ? {class: "best"} : {})}, String(n))));
   const rows = model.planes.map((plane, p) => node("tr", {}, planeName(model, plane), ...numbers.map((n) =>
-    node("td", {}, picture(part(part(heads, n), p), limit, true, `α of head ${n + 1} at ${plane}`)))));
+    node("td", {}, picture(part(part(heads, n), p), limit, true, `α of head ${n} at ${plane}`)))));
   return node("table", {class: "heads"}, node("caption", {}, `α of every head, 0 to ${number(limit)}`),
     node("thead", {}, head), node("tbody", {}, ...rows));
 }
 
-function drawFilters(models) {
+function drawFilters() {
   $("filters").replaceChildren(...about.models.map((model, n) => {
-    const f = models[n].filters;
+    const f = shown.models[n].filters;
     if (!f) return card(model, n, node("p", {}, "This network has no self convolution: its filters are the same everywhere."));
     const tables = node("div", {class: "split"}, filterTable(model, f), headsTable(model, f));
     return card(model, n, node("p", {class: "where"}, f.where), tables);
@@ -296,10 +346,10 @@ function drawFilters(models) {
 
 // ---- feature maps ----
 
-function drawMaps(models) {
+function drawMaps() {
   $("maps").replaceChildren(...about.models.map((model, n) => {
-    const m = models[n].maps, rows = {upright: decode(m.upright)};
-    if (shown.angle) rows[`turned ${shown.angle}°`.replace("-", "−")] = decode(m.turned);
+    const {angle} = shown.question, m = shown.models[n].maps, rows = {upright: decode(m.upright)};
+    if (angle) rows[`turned ${angle}°`.replace("-", "−")] = decode(m.turned);
     const limit = largest(...Object.values(rows)), names = Object.keys(rows), planar = model.planes.length === 1;
     const cell = (name, plane, p) => node("td", {}, picture(part(rows[name], p), limit, false,
       planar ? `feature map, ${name}` : `feature map at ${plane}, ${name}`));
@@ -311,14 +361,17 @@ function drawMaps(models) {
     return card(model, n, node("p", {class: "where"}, `${m.where}, ±${number(limit)}`),
       node("table", {class: planar ? "maps single" : "maps"}, node("thead", {}, node("tr", {}, ...head)),
         node("tbody", {}, ...body)),
-      node("p", {class: "said"}, m.said || (shown.angle ? "" : "Turn the image to compare.")));
+      node("p", {class: "said"}, m.said || (angle ? "" : "Turn the image to compare.")));
   }));
 }
 
 // ---- the curve ----
 
+// Of the true class, or if that is not known, of the answer to the upright image.
 function drawCurve() {
-  const known = [...around].sort((a, b) => a[0] - b[0]), name = about.classes[curveClass];
+  const known = [...around].sort((a, b) => a[0] - b[0]), truth = about.classes.indexOf(truthShown());
+  const curveClass = truth >= 0 ? truth : best(shown.models[0].upright), {angle: here} = shown.question;
+  const name = about.classes[curveClass];
   const lines = about.models.map((model, n) => {
     const background = known.map(([angle, models]) => [angle, models[n][curveClass]]);
     const points = background.filter(([angle]) => turned[0] <= angle && angle <= turned[1]);
@@ -326,8 +379,8 @@ function drawCurve() {
   });
   const now = about.models.map((model, n) => `${model.name} ${percent(shown.models[n].probabilities[curveClass])}`);
   $("curve").replaceChildren(chart({lines, xs: [-180, -90, 0, 90, 180], ys: [0, 0.5, 1], xName: "degrees",
-    now: shown.angle, format: (y) => `${100 * y}%`,
-    label: `probability of ${name} against the angle; at ${shown.angle}°: ${now.join(", ")}`}));
+    now: here, format: (y) => `${100 * y}%`,
+    label: `probability of ${name} against the angle; at ${here}°: ${now.join(", ")}`}));
   $("curve-caption").textContent = `Probability of “${name}”, at the angles you have turned through (strong) and at `
     + "others (faint). A network built for turns by 90° comes back to the same answer at each of them. Between them "
     + "its answer may change: those angles are not built in, and training showed them only if it rotated its images.";
@@ -367,11 +420,13 @@ function options(select, names, value = 0, first = 0) {
 }
 
 function layerOptions() {
-  const {heads, channels} = about.layers[chosen.layer], count = (n) => Array.from({length: n}, (_, i) => String(i + 1));
+  const {heads, channels} = about.layers[chosen.layer], count = (n) => Array.from({length: n}, (_, i) => String(i));
   chosen.head = Math.min(chosen.head, heads - 1);
   chosen.channel = Math.min(chosen.channel, channels - 1);
-  options($("head"), count(heads), chosen.head);
-  options($("channel"), count(channels), chosen.channel);
+  if ($("head").length !== heads) options($("head"), count(heads));
+  if ($("channel").length !== channels) options($("channel"), count(channels));
+  $("head").value = chosen.head;
+  $("channel").value = chosen.channel;
 }
 
 function listen() {
@@ -380,40 +435,61 @@ function listen() {
   $("right").addEventListener("click", () => turnTo(chosen.angle - 90));
   $("upright").addEventListener("click", () => turnTo(0));
   $("around").addEventListener("click", allAround);
-  $("training-button").addEventListener("click", () => showTraining().catch((error) => say(error.message, true)));
+  $("training-button").addEventListener("click", () => showTraining().catch((error) => fail(error.message)));
   for (const id of ["class", "other"]) $(id).addEventListener("change", drawDecisions);
   for (const id of ["layer", "head", "channel"])
     $(id).addEventListener("change", () => {
       chosen[id] = Number($(id).value);
-      if (id === "layer") layerOptions();
-      look();
+      showControls();
+      refresh();
     });
+  if (about.attention) listenToPixels();
+  $("file").addEventListener("change", readUpload);
+}
+
+function listenToPixels() {
   $("stage").addEventListener("click", (event) => {
     const box = $("photo").getBoundingClientRect();
     choosePixel(Math.floor(((event.clientY - box.top) / box.height) * about.size),
-      Math.floor(((event.clientX - box.left) / box.width) * about.size));
+      Math.floor(((event.clientX - box.left) / box.width) * about.size), shown.question.angle);
   });
   $("stage").addEventListener("keydown", (event) => {
     const step = {ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1]}[event.key];
     if (!step) return;
     event.preventDefault();
     const [row, column] = currentPixel(), cell = about.size / about.layers[chosen.layer].size[0];
-    choosePixel(row + step[0] * cell, column + step[1] * cell);
+    choosePixel(row + step[0] * cell, column + step[1] * cell, chosen.angle);
   });
-  $("file").addEventListener("change", async () => {
-    const [file] = $("file").files;
-    $("file").value = "";
-    if (!file) return;
-    try {
-      if (file.size > about.maxUpload)
-        throw new Error(`expected up to ${about.maxUpload >> 20} MB; got ${(file.size / 2 ** 20).toFixed(1)} MB`);
-      const {image, size} = await ask("/api/upload", file);
-      say(`${file.name}, as ${size}×${size} pixels`);
-      choose(image, null);
-    } catch (error) {
-      say(`${file.name}: ${error.message}`, true);
-    }
-  });
+}
+
+async function readUpload() {
+  const [file] = $("file").files;
+  $("file").value = "";
+  if (!file) return;
+  const mine = ++choices;  // the answer to an upload that was followed by another choice comes too late
+  say(`${file.name}: reading…`);
+  try {
+    if (file.size > about.maxUpload)
+      throw new Error(`expected up to ${about.maxUpload >> 20} MB; got ${(file.size / 2 ** 20).toFixed(1)} MB`);
+    const {image, size} = await ask("/api/upload", file);
+    if (mine !== choices) return;
+    uploads.set(image, `${file.name}, as ${size}×${size} pixels`);
+    choose(image);
+  } catch (error) {
+    if (gone) fail(error.message);
+    else if (mine === choices) fail(`${file.name}: ${error.message}`);
+  }
+}
+
+// No pixel has filters of its own: what remains of that section are the layer and channel of the maps.
+function withoutAttention() {
+  $("maps").before($("layer-controls"));
+  for (const id of ["filters-section", "head-label", "click-hint"]) $(id).hidden = true;
+  document.body.classList.add("still");
+  $("stage").removeAttribute("tabindex");
+  $("stage").setAttribute("role", "img");
+  $("stage").setAttribute("aria-label", "the image");
+  $("stage").removeAttribute("aria-describedby");
 }
 
 async function start() {
@@ -422,21 +498,20 @@ async function start() {
   $("about").textContent = `${names} ${many ? "say" : "says"} what is in an image, after training on ${about.data}. See `
     + "which parts of the image an answer comes from, and turn the image: does the answer hold?";
   $("planes-caption").hidden = about.models.every(({planes}) => planes.length === 1);
-  $("samples").append(...about.samples.map(({label, image}, n) => {
-    const button = node("button", {type: "button", "aria-label": `sample: ${label}`, title: label, "aria-pressed": "false"},
+  if (!about.attention) withoutAttention();
+  $("samples").append(...about.samples.map(({name, image}, n) => {
+    const button = node("button", {type: "button", "aria-label": `sample: ${name}`, title: name, "aria-pressed": "false"},
       photo(node("canvas"), image, about.channels));
-    button.addEventListener("click", () => { say(about.note); choose(n, label); });
+    button.addEventListener("click", () => choose(n));
     return button;
   }));
   options($("layer"), about.layers.map(({title}) => title), about.first.layer);
-  options($("class"), ["the answer of each network", ...about.classes], ANSWER, ANSWER);
+  options($("class"), [many ? "the answer of each network" : "the answer", ...about.classes], ANSWER, ANSWER);
   options($("other"), ["the runner-up", "nothing: the class by itself", ...about.classes], RUNNER_UP, RUNNER_UP);
   const {layer, head, channel, pixel, sample} = about.first;
   Object.assign(chosen, {layer, head, channel, home: pixel});
-  layerOptions();
+  await choose(sample);
   listen();
-  say(about.note);
-  await choose(sample, about.samples[sample].label);
   document.body.dataset.ready = "true";
 }
 

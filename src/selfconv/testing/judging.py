@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from selfconv.groups import Group
 from selfconv.testing.actions import Actions
@@ -273,12 +273,19 @@ def _off_centre(call: LayerCall, actions: Actions, tolerance: float) -> str | No
     )
 
 
+def _tensors(output: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
+
+
 def _error(function: Function, x: Tensor, actions: Actions) -> float:
     """The largest error of a layer under the exact elements, for what its features may be."""
-    y = function(x)
+    outputs = _tensors(function(x))
 
     def error(s: int) -> float:
-        found = function(actions.candidates(x, s)[0])
-        return min(relative_error(found, candidate) for candidate in actions.candidates(y, s))
+        pairs = zip(_tensors(function(actions.candidates(x, s)[0])), outputs, strict=True)
+        return largest(
+            min(relative_error(found, candidate) for candidate in actions.candidates(y, s))
+            for found, y in pairs
+        )
 
     return largest(error(s) for s in actions.group if actions.group.exact[s])

@@ -82,6 +82,31 @@ def test_any_output_can_be_audited(model: nn.Module, outputs: Any) -> None:
     assert max(equivariance_error(model.double(), x, "p4", outputs=outputs)) < 1e-10
 
 
+class Norm(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.unflatten(1, (-1, 2)).norm(dim=2)
+
+
+class Planes(nn.Module):
+    """Features on the group without a map, [N, C, |H|]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean((-2, -1))
+
+
+class Largest(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.amax(-1)
+
+
+def test_features_inside_a_network_may_be_of_any_kind() -> None:
+    """Nobody names them: a vector field whose norm is the output, and planes without a map."""
+    for model in (net(VectorHead(), Norm()), net(VectorHead(pooled=True), Norm()), net(Planes(), Largest())):
+        found = audit(model, 8, "p4")
+        assert found.passed, found.summary()
+    assert audit(net(VectorHead(wrong=True), nn.ReLU()), 8, "p4").culprit == "3"
+
+
 @pytest.mark.parametrize(
     ("model", "outputs"),
     [
@@ -289,6 +314,21 @@ def test_a_strided_layer_before_a_restriction() -> None:
     assert found.culprit == "1"
     assert "stride 2 on an even-sized map (6x6)" in found.summary()
     assert found.sizes == [9, 13, 5]
+
+
+class StridedWithWeights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = AffineSelfConv2d(4, 4, 3, 2, num_heads=2, group="p4")
+
+    def forward(self, x: Tensor) -> Any:
+        return self.attention(x, need_weights=True)
+
+
+def test_a_strided_layer_with_two_outputs_off_centre() -> None:
+    found = audit(StridedWithWeights(), 9, inputs="group")
+    assert "attention: stride 2 on an odd-sized map (9x9)" in found.summary()
+    assert found.sizes == [8, 10, 6]
 
 
 # ---- labels, weights and other outputs ----

@@ -81,6 +81,41 @@ def test_error_is_per_element_and_relative() -> None:
     assert relative_error(torch.zeros(2), torch.zeros(3)) == math.inf
 
 
+class Masked(nn.Module):
+    """A planar convolution, or a pointwise one, with a constant where the image is negative."""
+
+    def __init__(self, constant: float | None, kernel_size: int, *, added: bool) -> None:
+        super().__init__()
+        self.filters = nn.Parameter(torch.randn(4, 3, kernel_size, kernel_size))
+        self.constant, self.added = constant, added
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.conv2d(x, self.filters, padding="same")
+        constant = torch.finfo(y.dtype).min if self.constant is None else self.constant
+        mask = (x.mean(1, keepdim=True) < 0).expand_as(y)
+        return y + constant * mask if self.added else y.masked_fill(mask, constant)
+
+
+@pytest.mark.parametrize(("constant", "added"), [(None, False), (-1e9, False), (-1e9, True), (-1e5, False)])
+def test_masking_constants_hide_no_fault(constant: float | None, added: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8, 8)
+    for dtype in (torch.float32, torch.float64):
+        broken, exact = (Masked(constant, k, added=added).to(dtype) for k in (3, 1))
+        assert min(equivariance_error(broken, x.to(dtype), "p4")[1:]) > 0.1
+        assert not audit(broken, 8, "p4").passed
+        with pytest.raises(AssertionError):
+            assert_equivariant(broken, x.to(dtype), "p4")
+        assert_equivariant(exact, x.to(dtype), "p4")
+        assert audit(exact, 8, "p4").passed
+
+
+def test_one_large_entry_is_no_mask() -> None:
+    b = torch.tensor([1.0, 2.0, 1e6])
+    assert relative_error(b + 1, b) == pytest.approx(1e-6)
+    assert relative_error(b.repeat(2) + 1, b.repeat(2)) == pytest.approx(0.5)
+
+
 def test_assert_equivariant_lists_the_errors() -> None:
     x = torch.randn(1, 1, 6, 6)
     assert_equivariant(nn.AvgPool2d(2), x, "p4m")

@@ -16,12 +16,11 @@ class Actions:
     """How features inside a network may transform under a group.
 
     ``larger`` are groups that contain the group, of layers and of features that the caller named, as before a
-    restriction; ``declared`` the kinds that the caller named for the network's inputs and outputs.
+    restriction.
     """
 
     group: Group
     larger: tuple[Group, ...] = ()
-    declared: tuple[Name, ...] = ()
     sequences: bool = False  # or else maps
 
     @classmethod
@@ -35,8 +34,7 @@ class Actions:
             if isinstance(g, Group) and g != group
             if all(g.index(matrix) is not None for matrix in group.matrices)
         }
-        plain = {kind: None for kind in declared if kind and not isinstance(kind, FeaturesOn)}
-        return cls(group, tuple(larger), tuple(plain), any(map(is_sequence, declared)))
+        return cls(group, tuple(larger), any(map(is_sequence, declared)))
 
     @property
     def axes(self) -> int:
@@ -78,7 +76,7 @@ class Actions:
         found = [transform(x, s, self.group, self._attention)] if weights else []
         found += self._on_larger(x, s, self._attention)
         found += [x] if x.dim() < 2 + self.axes else self._maps(x, s)
-        kinds: list[Name] = [kind for kind in self.declared if kind in ("pixels", "vector", "group")]
+        kinds: tuple[Name, ...] = () if self.sequences else ("pixels", "vector", "group")
         fitting = (kind for kind in kinds if x.dim() < 5 and fits(x, self.group, kind))
         return found + [transform(x, s, self.group, kind) for kind in fitting]
 

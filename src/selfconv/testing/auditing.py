@@ -56,6 +56,7 @@ class Audit:
     resampling: float = 0.0  # what interpolation alone does to it, if it is a map
     rounded: dict[str, torch.dtype] = field(default_factory=dict)  # where values have less than float64
     sequences: bool = False  # of length ``size``; or else maps
+    untested: list[str] = field(default_factory=list)  # where shifts could not be compared
 
     @property
     def passed(self) -> bool:
@@ -74,7 +75,8 @@ class Audit:
         return "\n".join([*lines, self.summary()])
 
     def summary(self) -> str:
-        what = "shifts" if len(self.group) == 1 else f"{self.group.name} and shifts"
+        tested = [self.group.name] if len(self.group) > 1 else []
+        what = " and ".join([*tested, *(["shifts"] if not self.untested or not self.passed else [])])
         if self.between is not None:
             what = f"the exact elements of {what}"
         where = f"at length {self.size}" if self.sequences else f"at {self.size}x{self.size}"
@@ -86,15 +88,17 @@ class Audit:
                 return f"not tested {where}: no map is large enough to shift"
             what = f"{self.group.name} (shifts were not tested: no map is large enough)"
         verdict = f"equivariant to {what} {where}: output error {self.error:.1e}"
+        if self.untested:
+            verdict = verdict if tested else f"no fault found {where}"
+            verdict += f"; shifts: not tested in {_some(self.untested)}"
         if self.error > max([self.tolerance, *map(default_tolerance, self.rounded.values())]):
             worst = max((max(layer.input_error, layer.error) for layer in self.layers), default=0.0)
             grows = "" if self.rounded else "rounding that grows from layer to layer: "
             verdict += f", {grows}each by itself is within {worst:.1e}"
         for dtype in dict.fromkeys(self.rounded.values()):
             places = [place for place, d in self.rounded.items() if d == dtype]
-            more = f" and {len(places) - 3} more" if len(places) > 3 else ""
             name, tolerance = str(dtype).removeprefix("torch."), default_tolerance(dtype)
-            verdict += f"; passed with tolerance {tolerance:g}: {name} in {_listed(places[:3])}{more}"
+            verdict += f"; passed with tolerance {tolerance:g}: {name} in {_some(places)}"
         if self.between is not None:
             verdict += f"; between the pixels, on smooth images, {self.between:.1%} of its deviation"
             verdict += f" (interpolation alone {self.resampling:.1%})" if self.resampling else ""
@@ -116,6 +120,10 @@ class Audit:
 
 def _listed(words: Sequence[object]) -> str:
     return ", ".join(map(str, words))
+
+
+def _some(words: Sequence[object]) -> str:
+    return _listed(words[:3]) + (f" and {len(words) - 3} more" if len(words) > 3 else "")
 
 
 def _shown(error: float | None) -> str:
@@ -220,7 +228,7 @@ def audit(
             call.shape,
             judge.errors[key, "input"],
             judge.errors[key, "output"],
-            judge.shifts[key],
+            judge.shifted.errors.get(key),
         )
         for key, call in judge.calls.items()
     ]
@@ -240,6 +248,7 @@ def audit(
         resampling,
         judge.raised(),
         sequences,
+        judge.shifted.untested,
     )
 
 

@@ -240,16 +240,42 @@ def element_error(a: Tensor, b: Tensor, s: int, group: Group, kind: Kind | None 
 
 
 def relative_error(a: Tensor, b: Tensor) -> float:
-    """max |a − b| / max |b|; of integers and booleans, the share of values that differ."""
+    """max |a − b| / max |b|; of integers and booleans, the share of values that differ.
+
+    Masking constants, such as −1e9 or the least number of a dtype, do not count in max |b|: see ``masked``.
+    They are compared with themselves.
+    """
     if a.shape != b.shape:
         return math.inf
     if not b.numel():
         return 0.0
     if _discrete(b):
         return (a != b).double().mean().item()
+    constant = masked(b)
+    if bool(constant.any()) and not bool(constant.all()):
+        return largest([_ratio(a[constant], b[constant]), _ratio(a[~constant], b[~constant])])
+    return _ratio(a, b)
+
+
+def _ratio(a: Tensor, b: Tensor) -> float:
     difference = torch.where(a == b, 0, (a - b).abs()).amax().item()  # equal infinities are no difference
     size = torch.where(b.isfinite(), b.abs(), 0).amax().item()
     return difference / size if size else difference
+
+
+def masked(b: Tensor) -> Tensor:
+    """Where entries are masking constants: at least two, of 1e4 or more, equal up to 0.1% in size, and 1000
+    times as large as all that are smaller."""
+    sizes = torch.where(b.isfinite(), b.abs(), 0)
+    found = torch.zeros_like(b, dtype=torch.bool)
+    while True:
+        largest = sizes.amax()
+        near = sizes >= largest / 1.001
+        rest = torch.where(near, 0, sizes).amax()
+        if not (largest >= 1e4 and near.sum() >= 2 and 0 < rest <= largest / 1000):
+            return found
+        found |= near
+        sizes = torch.where(near, 0, sizes)
 
 
 def deviation_error(a: Tensor, b: Tensor) -> float:

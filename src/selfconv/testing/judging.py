@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from selfconv.groups import Group
 from selfconv.testing.actions import Actions
@@ -23,9 +23,8 @@ from selfconv.testing.errors import (
     largest,
     output_kinds,
     relative_error,
-    shift_error,
 )
-from selfconv.testing.kinds import Kind, default_kind, is_sequence, transform
+from selfconv.testing.kinds import Kind, default_kind, transform
 from selfconv.testing.layer_runs import (
     END,
     Images,
@@ -34,13 +33,15 @@ from selfconv.testing.layer_runs import (
     Observer,
     Stage,
     record,
+    returned,
     run_observed,
 )
+from selfconv.testing.moves import permuted
 from selfconv.testing.rounding import EXACT, MARGIN, coarsest, explore, rounding_effect
-from selfconv.testing.windows import largest_dilation, sampling
+from selfconv.testing.shifting import ShiftReport, ShiftTest
+from selfconv.testing.windows import sampling
 
 BETWEEN = "its input does not turn with the image: a function before it, outside any layer, breaks it"
-PLACES = "it treats places differently: its output does not move with its input"
 CONSTANT = "its output does not depend on the image, and does not turn with it"
 RANDOM = "it is given, or gives, something else each time the network runs"
 AFTER = "something after the last layer does not turn with its input"
@@ -57,10 +58,9 @@ class _Judge:
         self.actions, self.group = actions, actions.group
         self.calls, self.tolerance, self.rounded = calls, tolerance, rounded
         self.errors: dict[tuple[Key, Stage], float] = dict.fromkeys(product(calls, ("input", "output")), 0.0)
-        self.shifts: dict[Key, float | None] = {}
         self.faults: dict[str, str] = {}
         self.sampling: set[str] = set()  # reasons that would not hold on another size of map
-        self.lengths: set[int] = set()  # of sequences
+        self.shifted = ShiftReport()
         self._found: dict[str, Callable[[], str]] = {}  # who broke, and how to find out why, after all runs
 
     def limit(self, key: Key, stage: Stage, place: int | None = None) -> float:
@@ -103,7 +103,7 @@ class _Judge:
             passed = [e.clone() if e is not leaf else leaf for leaf, e in zip(leaves, exact, strict=True)]
             self.inputs[key] = list(zip(leaves, exact, passed, strict=True))
             return passed
-        return _returned(leaves, exact, self.inputs.pop(key, []))
+        return returned(leaves, exact, self.inputs.pop(key, []))
 
     def _exact(self, key: Key, stage: Stage, place: int, leaf: Any, original: Any, constant: bool) -> Any:
         """Judges one tensor; returns what should be in its place, or itself where nobody can say."""
@@ -121,7 +121,7 @@ class _Judge:
         elif constant:
             self.suspect = self.suspect or (self.calls[key].name, lambda: CONSTANT)
             exact, error = leaf, 0.0
-        elif not self.actions.on_group(leaf) and (moved := _permuted(leaf, original)) <= tolerance:
+        elif not self.actions.on_group(leaf) and (moved := permuted(leaf, original)) <= tolerance:
             if stage == "input":
                 self.inexact.add(key)
             self.suspect = self.suspect or breach
@@ -146,12 +146,11 @@ class _Judge:
                 reason += f" (shape {list(y.shape)}, taken for 'invariant'; outputs= names other kinds)"
         self._found.setdefault(*(self.suspect or (END[0][0], lambda: reason)))
 
-    def conclude(self) -> None:
-        """After all runs: shifts, and every fault with its reason, in the order of the layers."""
-        for key, call in self.calls.items():
-            shift = self.shifts[key] = self._shift_error(call)
-            if shift is not None and not shift <= self.limit(key, "output"):
-                self._found.setdefault(call.name, lambda: PLACES)
+    def conclude(self, shifted: ShiftReport) -> None:
+        """After all runs: every fault with its reason, in the order of the layers."""
+        self.shifted = shifted
+        for name, reason in shifted.faults.items():
+            self._found.setdefault(name, lambda reason=reason: reason)  # type: ignore[misc]
         names = [call.name for call in self.calls.values()]
         for name in sorted(self._found, key=lambda name: names.index(name) if name in names else len(names)):
             self.faults[name] = self._found[name]()
@@ -170,24 +169,6 @@ class _Judge:
                 f"its error is {error:.1e}, where the errors of the layers, each within its tolerance, "
                 f"explain {effect:.1e}"
             )
-
-    def _shift_error(self, call: LayerCall) -> float | None:
-        x, function = as_function(call)
-        outputs, axes = call.leaves["output"], self.actions.axes
-        if x is None or len(outputs) != 1 or not isinstance(outputs[0], Tensor):
-            return None
-        y, rule = outputs[0], sampling(call.module)
-        stride, sides = rule[1] if rule else 1, x.shape[-axes:]
-        if min(x.dim(), y.dim()) < 2 + axes or not self._are_places(x):
-            return None
-        self.lengths.add(y.shape[-1])
-        if min(sides) < 2 * stride + 2 or x.shape[-1] < stride * y.shape[-1]:
-            return None
-        return shift_error(function, x, stride, stride, frame=largest_dilation(call.module), axes=axes)
-
-    def _are_places(self, x: Tensor) -> bool:
-        """Whether the last axes are a map or a row; or else channels may be last."""
-        return x.shape[-1] in self.lengths if self.actions.sequences else x.shape[-2] == x.shape[-1]
 
     def _reason(self, key: Key, stage: Stage, s: int) -> str:
         call = self.calls[key]
@@ -226,35 +207,16 @@ def judged(
     kinds = output_kinds(outputs, y)
     actions = Actions.of(model, group, [*inputs, *kinds])
     judge = _Judge(actions, calls, tolerance, explore(model, other, calls, y))
-    judge.lengths = {t.shape[-1] for t, kind in zip(x, inputs, strict=True) if is_sequence(kind)}
     for s in (s for s in group if group.exact[s]):
         judge.judge_output(run_observed(model, turned(x, s, group, inputs), judge.start(s)), y, kinds)
-    judge.conclude()
+    moving = [kind != "invariant" and t.dim() > actions.axes for t, kind in zip(x, inputs, strict=True)]
+    shifts = ShiftTest(model, x, moving, calls, y, kinds, axes=actions.axes, limit=judge.limit)
+    judge.conclude(shifts.run())
     return judge, y, kinds
 
 
 def turned(x: Images, s: int, group: Group, kinds: list[Kind | None]) -> Images:
     return tuple(transform(t, s, group, kind) for t, kind in zip(x, kinds, strict=True))
-
-
-def _permuted(a: Tensor, b: Tensor) -> float:
-    """The error of a as a rearrangement of the numbers in b."""
-    return relative_error(a.flatten().sort().values, b.flatten().sort().values)
-
-
-def _returned(leaves: list[Any], exact: list[Any], inputs: list[tuple[Any, Any, Any]]) -> list[Any]:
-    """A layer's exact outputs. What it did to its input in place is done to the one that it was given."""
-    exact = list(exact)
-    for given, before, passed in inputs:
-        if passed is given:
-            continue
-        same = [i for i, leaf in enumerate(leaves) if leaf is passed]
-        value = exact[same[0]] if same else passed
-        if (same or not torch.equal(passed, before)) and given.shape == value.shape:
-            for i in same:
-                exact[i] = given
-            given.copy_(value)
-    return exact
 
 
 def output_errors(
@@ -311,12 +273,19 @@ def _off_centre(call: LayerCall, actions: Actions, tolerance: float) -> str | No
     )
 
 
+def _tensors(output: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
+
+
 def _error(function: Function, x: Tensor, actions: Actions) -> float:
     """The largest error of a layer under the exact elements, for what its features may be."""
-    y = function(x)
+    outputs = _tensors(function(x))
 
     def error(s: int) -> float:
-        found = function(actions.candidates(x, s)[0])
-        return min(relative_error(found, candidate) for candidate in actions.candidates(y, s))
+        pairs = zip(_tensors(function(actions.candidates(x, s)[0])), outputs, strict=True)
+        return largest(
+            min(relative_error(found, candidate) for candidate in actions.candidates(y, s))
+            for found, y in pairs
+        )
 
     return largest(error(s) for s in actions.group if actions.group.exact[s])

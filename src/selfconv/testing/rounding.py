@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from selfconv.testing.errors import default_tolerance, judgeable, largest
+from selfconv.testing.errors import default_tolerance, judgeable, largest, masked
 from selfconv.testing.layer_runs import END, Images, Key, LayerCall, Stage, run_observed
 
 EXACT = torch.float64
@@ -143,7 +143,9 @@ def rounding_effect(
 
     def disturbed(t: Tensor, error: float) -> Tensor:
         noise = 2 * torch.rand(t.shape, dtype=torch.float64, generator=generator) - 1
-        size = max(error, torch.finfo(t.dtype).eps) * torch.where(t.isfinite(), t.abs(), 0).amax()
+        size = (
+            max(error, torch.finfo(t.dtype).eps) * torch.where(t.isfinite() & ~masked(t), t.abs(), 0).amax()
+        )
         return t + (noise.to(t.device) * size).to(t.dtype)
 
     def observe(

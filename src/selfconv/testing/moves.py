@@ -1,0 +1,71 @@
+"""Shifts of maps that repeat, and how far a tensor is from another that was shifted or rearranged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selfconv.testing.errors import relative_error
+
+
+@dataclass(frozen=True)
+class Move:
+    """By so many cells along some axes of a map that repeats; along none, a tensor remains as it is."""
+
+    axes: tuple[int, ...] = ()
+    cells: int = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.roll((self.cells,) * len(self.axes), self.axes) if self.axes else x
+
+    def centre(self, x: Tensor) -> Tensor:
+        """One cell of x in zeros, near the centre before the move and after it."""
+        chosen: list[Any] = [slice(None)] * x.dim()
+        for axis, cell in zip(self.axes, self._centre(x), strict=True):
+            chosen[axis] = cell
+        alone = torch.zeros_like(x)
+        alone[tuple(chosen)] = x[tuple(chosen)]
+        return alone
+
+    def _centre(self, x: Tensor) -> list[int]:
+        """Not where the move leads to the mirror image of a place, where a symmetric fault does not show."""
+        cells = [(x.shape[axis] - self.cells) // 2 for axis in self.axes]
+        return [*cells[:-1], max(0, cells[-1] - 1)] if cells else []
+
+    def room(self, x: Tensor) -> int:
+        """How many cells are beside that cell on each side, before the move and after it."""
+        pairs = zip(self.axes, self._centre(x), strict=True)
+        return min((min(at, x.shape[axis] - 1 - at - self.cells) for axis, at in pairs), default=0)
+
+    def border(self, x: Tensor, dilation: int) -> Tensor:
+        """Whether a cell is in a frame that a window over the edge meets, before the move or after it."""
+        inner: list[Any] = [slice(None)] * x.dim()
+        for axis in self.axes:
+            n = x.shape[axis] - self.cells
+            frame = max(1, n // 4, min(dilation, n // 2 - 1))
+            inner[axis] = slice(frame, n - frame)
+        border = torch.ones_like(x, dtype=torch.bool)
+        border[tuple(inner)] = False
+        return border
+
+
+STILL = Move()
+
+
+def permuted(a: Tensor, b: Tensor) -> float:
+    """The error of a as a rearrangement of the numbers in b."""
+    return relative_error(a.flatten().sort().values, b.flatten().sort().values)
+
+
+def typical_error(a: Tensor, b: Tensor) -> float:
+    """Of half of the numbers, among which the border of a large map is not."""
+    size, error = b.abs().amax().item(), (a - b).abs().double().median().item()
+    return error / size if size else error
+
+
+def tiled(x: Tensor, axes: tuple[int, ...], copies: int) -> Tensor:
+    """Copies of a map or a row, side by side."""
+    return x.repeat([copies if axis in axes else 1 for axis in range(x.dim())])

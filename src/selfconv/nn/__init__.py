@@ -25,7 +25,7 @@ from selfconv.nn._fixed import (
     is_unmodified,
 )
 from selfconv.nn._gates import GroupDropout, SqueezeExcite
-from selfconv.nn._local_attention import LocalAttention2d, set_backend
+from selfconv.nn._local_attention import LocalAttention2d, relative_entropy, set_backend
 from selfconv.nn._norm import GroupBatchNorm, GroupLayerNorm
 from selfconv.nn._pool import GlobalPool, GroupPool, SpatialPool2d, Upsample2d
 from selfconv.nn._restrict import RestrictGroup
@@ -59,5 +59,6 @@ __all__ = [
     "concatenate",
     "fix_filters",
     "is_unmodified",
+    "relative_entropy",
     "set_backend",
 ]

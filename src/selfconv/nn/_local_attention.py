@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -295,6 +296,11 @@ def fold_query_map(
         else:
             folded, offset = (psi_q[:, None, :, None] * steered).sum(2), psi_q.sum(1) * bias
     return folded, offset if beta_q is None else beta_q + offset
+
+
+def relative_entropy(alpha: Tensor, dim: int) -> Tensor:
+    """−Σ α log α over the largest it can be: 1 if all weights are equal, 0 if there is but one."""
+    return torch.special.entr(alpha).sum(dim) / max(math.log(alpha.shape[dim]), 1.0)
 
 
 def set_backend(module: nn.Module, backend: str | None) -> nn.Module:

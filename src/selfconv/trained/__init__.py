@@ -1,6 +1,6 @@
 """Opens a trained model (from a run, a saved model or the package) to evaluate, predict and export."""
 
-from selfconv.trained.attention import attention_entropy, relative_entropy
+from selfconv.trained.attention import attention_entropy
 from selfconv.trained.evaluation import (
     TURNS,
     VIEWS,
@@ -42,7 +42,6 @@ __all__ = [
     "own_range",
     "predict",
     "predict_each",
-    "relative_entropy",
     "rotation_curve",
     "rotation_figure",
 ]

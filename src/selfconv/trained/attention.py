@@ -6,22 +6,16 @@ tell.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from selfconv.data import Batches, DataInfo, Split
-from selfconv.nn import LocalAttention2d
+from selfconv.nn import LocalAttention2d, relative_entropy
 from selfconv.testing import run_observed
 
 PIXELS = 8 * 32 * 32  # of as many images as have them together, or of one
-
-
-def relative_entropy(alpha: Tensor, dim: int) -> Tensor:
-    """−Σ α log α over the largest it can be: 1 if all weights are equal, 0 if there is but one."""
-    return torch.special.entr(alpha).sum(dim) / max(math.log(alpha.shape[dim]), 1.0)
 
 
 @torch.inference_mode()

@@ -119,10 +119,13 @@ def predict_each(
     require_image_readers()
 
     def read(file: Path) -> Tensor | DataError:
+        own: list[Clipping] = []
         try:
-            return read_images(file, info.size, info.in_channels, pixels=pixels, tally=clipped.append)
-        except DataError as error:
+            images = read_images(file, info.size, info.in_channels, pixels=pixels, tally=own.append)
+        except DataError as error:  # a file that is refused is not clipped
             return error
+        clipped.extend(own)
+        return images
 
     yield from missing
     step = max(1, min(FILES, PIXELS // info.size**2))

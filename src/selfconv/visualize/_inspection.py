@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from selfconv.groups import Group
-from selfconv.nn import LocalAttention2d
+from selfconv.nn import LocalAttention2d, relative_entropy
 from selfconv.ops import Window, pad, steer
-from selfconv.trained import relative_entropy
 from selfconv.visualize._explanation import activation_of
 from selfconv.visualize._trace import trace
 

@@ -28,6 +28,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import selfconv
+from selfconv.examples import Autoencoder, UNet
+from selfconv.groups import IDENTITY, MIRROR, Group
 from selfconv.models import (
     compile_program,
     create_model,
@@ -37,13 +39,16 @@ from selfconv.models import (
     list_models,
 )
 from selfconv.nn import (
+    AffineSelfConv1d,
     AffineSelfConv2d,
     ConvNorm,
     GroupBatchNorm,
     GroupConv2d,
     LiftingConv2d,
     SimpleAffineSelfConv2d,
+    SpatialPool2d,
     StandAloneSelfAttention2d,
+    Upsample2d,
     set_backend,
 )
 from selfconv.nn._fixed import fix_filters
@@ -360,6 +365,66 @@ def test_exporting_leaves_the_model_alone(tmp_path: Path) -> None:
     assert model.get_submodule("stages.0.0.spatial.conv").backend == "reference"
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert not [n for n in program.graph.nodes if "selfconv" in str(n.target)]  # plain operators only
+
+
+REVERSAL = Group("reversal", (IDENTITY, MIRROR))
+
+ANY_SIZE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...]]] = {
+    "pooled and up": (
+        lambda: nn.Sequential(nn.Conv2d(4, 4, 1), SpatialPool2d(2), Upsample2d(2)),
+        (4, 16, 16), (3, 4, 12, 10),
+    ),
+    "bilinear": (
+        lambda: nn.Sequential(nn.Conv2d(4, 4, 1), SpatialPool2d(2), Upsample2d(3, "bilinear")),
+        (4, 16, 16), (3, 4, 12, 10),
+    ),
+    "pooled and normed": (
+        lambda: nn.Sequential(
+            LiftingConv2d(4, 4, 3, padding=1, group="p4"), SpatialPool2d(2, group="p4"),
+            GroupBatchNorm(4, group="p4"),
+        ),
+        (4, 16, 16), (3, 4, 12, 10),
+    ),
+    "on p4": (lambda: GroupConv2d(4, 4, 3, padding=1, group="p4"), (4, 4, 16, 16), (3, 4, 4, 12, 10)),
+    "on p4m": (
+        lambda: AffineSelfConv2d(4, 4, 3, num_heads=2, group="p4m"), (4, 8, 16, 16), (3, 4, 8, 12, 9)
+    ),
+    "sequence": (lambda: AffineSelfConv1d(4, 4, 3, num_heads=2), (4, 16), (3, 4, 21)),
+    "sequence on a group": (
+        lambda: AffineSelfConv1d(4, 4, 3, num_heads=2, group=REVERSAL), (4, 2, 16), (3, 4, 2, 21)
+    ),
+    "no parameters": (lambda: SpatialPool2d(2), (4, 16, 16), (3, 4, 12, 10)),
+    "u-net": (lambda: UNet(3, 2, (4, 8)), (3, 16, 16), (3, 3, 12, 18)),
+    "autoencoder": (lambda: Autoencoder(3, width=4), (3, 16, 16), (3, 3, 12, 20)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ANY_SIZE)
+def test_programs_of_building_blocks_take_any_size(name: str) -> None:
+    make, exported, given = ANY_SIZE[name]
+    model = make().eval()
+    program = export_program(model, input_shape=exported, any_size=True).module()
+    x = torch.randn(given)
+    torch.testing.assert_close(program(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+def test_onnx_of_pooled_and_enlarged_features_takes_any_size(tmp_path: Path) -> None:
+    model = nn.Sequential(
+        LiftingConv2d(3, 4, 3, padding=1, group="p4"), SpatialPool2d(2, group="p4"),
+        GroupBatchNorm(4, group="p4"), Upsample2d(2, "bilinear", group="p4"),
+    ).eval()  # fmt: skip
+    export_onnx(model, tmp_path / "model.onnx", input_shape=(3, 16, 16), any_size=True)
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    x = torch.randn(3, 3, 12, 10)
+    (found,) = session.run(None, {"images": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), model(x), rtol=1e-5, atol=1e-5)
+
+
+def test_export_refuses_other_shapes() -> None:
+    with pytest.raises(
+        ValueError, match=r"input_shape: expected \(channels, height, width\), or .*; got \(3,\)"
+    ):
+        export_program(nn.Linear(3, 3), input_shape=(3,))
 
 
 def test_export_needs_a_shape_for_a_network_of_others() -> None:

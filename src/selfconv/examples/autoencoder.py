@@ -26,6 +26,7 @@ class Autoencoder(nn.Module):
     ) -> None:
         super().__init__()
         self.in_channels, self.group = in_channels, get_group(group)
+        self.cell = 4
 
         def block(layer: type[AffineSelfConv2d], channels: int, out: int, stride: int = 1) -> nn.Module:
             attention = layer(channels, out, 5, stride, num_heads=4, group=group)
@@ -47,6 +48,6 @@ class Autoencoder(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        if any(side % 4 for side in x.shape[-2:]):
+        if any(side % self.cell for side in x.shape[-2:]):
             raise ValueError(f"Autoencoder expects sides that are multiples of 4; got {list(x.shape)}")
         return self.decoder(self.encoder(x))

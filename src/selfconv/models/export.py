@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from selfconv._extras import require
 from selfconv.models.inference import fold_batch_norm
 from selfconv.models.resnet import DOWNSAMPLING, ResNet
-from selfconv.nn import fix_filters, set_backend
+from selfconv.nn import AffineSelfConv1d, fix_filters, set_backend
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -39,9 +39,11 @@ def export_program(
 
     Args:
         path: of a file to save the program to, usually ``….pt2``.
-        input_shape: of an image; by default 32×32 with the model's channels.
-        any_size: whether the program takes images of other heights and widths too; by default it does for
-            networks of this package that take any. Sides are then 8 or more; a program that is exported for
+        input_shape: of an image; by default 32×32 with the model's channels. Or of features on a group,
+            (channels, |H|, h, w), or of a sequence, whose last axis is its length.
+        any_size: whether the program takes images of other heights and widths too, or sequences of other
+            lengths; by default it does for networks of this package that take any. Sides are then 8 or more,
+            and multiples of the model's attribute ``cell``, if it has one; a program that is exported for
             smaller images takes those alone.
     """
     from torch.export import export, save
@@ -126,8 +128,19 @@ def _prepared(
     if any_size is None:
         any_size = isinstance(model, ResNet) and model.takes_any_size
     sizes: dict[int, Any] = {0: Dim("batch")}
-    if any_size and min(input_shape[1:]) >= SMALLEST:
-        sizes |= {2: Dim("height", min=SMALLEST), 3: Dim("width", min=SMALLEST)}
-    like = next(model.parameters())
+    sequences = len(input_shape) == 2 or any(isinstance(m, AffineSelfConv1d) for m in model.modules())
+    names = ("length",) if sequences else ("height", "width")
+    if any_size and len(input_shape) not in (1 + len(names), 2 + len(names)):
+        raise ValueError(
+            f"input_shape: expected (channels, {', '.join(names)}), or (channels, |H|, {', '.join(names)}), for "
+            f"any_size=True; got {tuple(input_shape)}"
+        )
+    if any_size and min(input_shape[-len(names) :]) >= SMALLEST:
+        cell = getattr(model, "cell", 1)  # of which the sides are multiples, if the model says so
+        for axis, name in enumerate(names, 1 + len(input_shape) - len(names)):
+            least = -(-SMALLEST // cell)
+            sizes[axis] = Dim(name, min=SMALLEST) if cell == 1 else cell * Dim(f"{name}_{cell}", min=least)
+    tensors = (*model.parameters(), *model.buffers())
+    like = next((t for t in tensors if t.is_floating_point()), torch.zeros(()))
     images = torch.zeros(2, *input_shape, device=like.device, dtype=like.dtype)
     return set_backend(fix_filters(fold_batch_norm(model)), "eager"), images, sizes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfconv.groups import Group, get_group
@@ -48,11 +49,15 @@ class GroupBatchNorm(nn.BatchNorm2d):
         check_features("GroupBatchNorm", x, self.num_features, self.group)
         if x.dim() == 4:
             return super().forward(x)
+        if torch.compiler.is_exporting() and not self.training:  # to fold sizes that vary is refused
+            return F.batch_norm(
+                x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
+            )
         order = x.shape[2]
         if channels_innermost(x):  # [N, C, h, w·|H|] in channels_last
             y = super().forward(owned(x.permute(0, 1, 3, 4, 2).flatten(3, 4)))
-            return y.unflatten(3, (-1, order)).permute(0, 1, 4, 2, 3)
-        return super().forward(owned(x.flatten(2, 3))).unflatten(2, (order, -1))  # [N, C, |H|·h, w]
+            return y.unflatten(3, (x.shape[4], order)).permute(0, 1, 4, 2, 3)
+        return super().forward(owned(x.flatten(2, 3))).unflatten(2, (order, x.shape[3]))  # [N, C, |H|·h, w]
 
     def extra_repr(self) -> str:
         return f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, group={self.group.name!r}"

@@ -177,6 +177,9 @@ class Upsample2d(nn.Module):
                 t = (2 * r + 1 - s) / (2 * s)
                 if t:  # else the cell's own centre
                     cells[r] = torch.lerp(x, before if t < 0 else after, abs(t))
+        if torch.compiler.is_exporting():  # to flatten a size that was divided before is refused
+            place = torch.arange(s * n, device=x.device)
+            return torch.cat(cells, axis).index_select(axis, place % s * n + place // s)
         return torch.stack(cells, axis + 1).flatten(axis, axis + 1)
 
     def extra_repr(self) -> str:

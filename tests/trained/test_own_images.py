@@ -126,7 +126,7 @@ def test_a_bad_file_costs_one_line(work: Path, tmp_path: Path, capsys: pytest.Ca
     )
     assert run_cli("predict", work / "runs" / "bytes", deep, "--range", "0,4095") == 0
     for text, why in (
-        ("auto", "expected dtype or LOW,HIGH for files to predict"),
+        ("auto", "expected dtype or LOW,HIGH for image files"),
         ("x", "expected auto, dtype"),
     ):
         assert run_cli("predict", work / "runs" / "bytes", deep, "--range", text) == 2

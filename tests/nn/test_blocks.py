@@ -17,6 +17,9 @@ from torch import Tensor, nn
 
 from selfconv.groups import IDENTITY, MIRROR, P4, P4M, Z2, Group, get_group
 from selfconv.nn import (
+    AffineSelfConv1d,
+    AffineSelfConv2d,
+    GlobalPool,
     GroupBatchNorm,
     GroupConv2d,
     GroupDropout,
@@ -406,3 +409,11 @@ def test_exported_with_any_batch_and_size(name: str) -> None:
     for size in ((6, 5), (4, 9)):
         x = features(P4M, size, torch.float32)[:1].repeat(3, 1, 1, 1, 1)
         torch.testing.assert_close(program(x), layer(x))
+
+
+def test_arrays_of_numpy_are_refused_in_one_line() -> None:
+    x = torch.zeros(1, 4, 4, 4).numpy()
+    attention = AffineSelfConv2d(4, 4, 3, num_heads=2), AffineSelfConv1d(4, 4, num_heads=2)
+    for layer in (*attention, GlobalPool(), SpatialPool2d(2), GroupBatchNorm(4)):
+        with pytest.raises(TypeError, match=r"expects a torch.Tensor; got ndarray"):
+            layer(x)

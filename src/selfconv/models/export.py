@@ -131,9 +131,10 @@ def _prepared(
     sequences = len(input_shape) == 2 or any(isinstance(m, AffineSelfConv1d) for m in model.modules())
     names = ("length",) if sequences else ("height", "width")
     if any_size and len(input_shape) not in (1 + len(names), 2 + len(names)):
+        places = ", ".join(names)
         raise ValueError(
-            f"input_shape: expected (channels, {', '.join(names)}), or (channels, |H|, {', '.join(names)}), "
-            f"for any_size=True; got {tuple(input_shape)}"
+            f"input_shape: expected (channels, {places}), or (channels, |H|, {places}), for any_size=True; "
+            f"got {tuple(input_shape)}"
         )
     if any_size and min(input_shape[-len(names) :]) >= SMALLEST:
         cell = getattr(model, "cell", 1)  # of which the sides are multiples, if the model says so

@@ -61,6 +61,8 @@ class AffineSelfConv1d(AffineSelfConv2d):
 
     def forward(self, x: Tensor, need_weights: bool = False) -> Any:
         """Also α, ``[N, num_heads, (|H|,) k, L]``, with ``need_weights``."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"AffineSelfConv1d expects a torch.Tensor; got {type(x).__name__}")
         axis = () if len(self.group) == 1 else (len(self.group),)
         if x.dim() != 3 + len(axis) or tuple(x.shape[1:-1]) != (self.in_channels, *axis):
             expected = ", ".join(map(str, ("N", self.in_channels, *axis, "L")))

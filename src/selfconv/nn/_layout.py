@@ -37,6 +37,8 @@ def check_features(
     Args:
         lifted_to: the group of the output, which differs from that of the features if the layer lifts.
     """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{module} expects a torch.Tensor; got {type(x).__name__}")
     planar = len(group) == 1
     fits = x.dim() == (4 if planar else 5) and (planar or x.shape[2] == len(group))
     if not fits or (channels is not None and x.shape[1] != channels):
@@ -54,6 +56,8 @@ def check_features(
 
 def is_sequence(x: Tensor, channels: int, group: Group) -> bool:
     """Whether features are sequences, maps of one row without its axis: [N, C, L] on z2, [N, C, |H|, L]."""
+    if not isinstance(x, Tensor):
+        return False  # check_features refuses it
     axis = () if len(group) == 1 else (len(group),)
     return group.keeps_axes and x.dim() == 3 + len(axis) and x.shape[1:-1] == (channels, *axis)
 

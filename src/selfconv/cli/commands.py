@@ -7,8 +7,7 @@ import json as json_module
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,8 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import Positional, arg
 
 from selfconv._extras import require
-from selfconv._text import HalfMinute, escape_for_terminal
+from selfconv._text import escape_for_terminal
 from selfconv.bench import BenchOptions
+from selfconv.cli.output import print_table, progress
 from selfconv.models import list_models
 from selfconv.study import Budget
 
@@ -62,7 +62,7 @@ def evaluate(
         raise ValueError(f"--range needs --data; got --range {range} for the data set of the run")
     opened = open_trained(trained)
     unsaved = None
-    with _progress("evaluating") as watch:
+    with progress("evaluating") as watch:
         try:
             evaluation = evaluate_trained(opened, data, pixel_range=range, out=out, watch=watch)
         except EvaluationNotSaved as error:  # the numbers have cost time
@@ -122,7 +122,7 @@ def predict(
                 said = f"cannot be explained: {error}"
             print(f"selfconv: {escape_for_terminal(f'{prediction.file}: {said}')}", file=sys.stderr)
 
-    with _progress("classifying", hidden=sys.stdout.isatty()) as watch:
+    with progress("classifying", hidden=sys.stdout.isatty()) as watch:
         show = (
             None if watch is None else (lambda done, total: watch(done / total, f"{done} of {total} files"))
         )
@@ -410,36 +410,6 @@ def explore(
     from selfconv.explorer import explore as serve
 
     serve(*trained, host=host, port=port, open_page=open, pixel_range=range)
-
-
-@contextmanager
-def _progress(title: str, *, hidden: bool = False) -> Iterator[Callable[[float, str], None] | None]:
-    """Yields a function (fraction, text) that shows progress: a bar on a terminal, elsewhere a line each half
-    minute.
-
-    Args:
-        hidden: no bar, because results are printed to the terminal.
-    """
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        say = HalfMinute()
-        yield lambda fraction, text: say(f"{fraction:.0%}: {text}")
-        return
-    if hidden:
-        yield None
-        return
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task(title, total=1.0)
-        yield lambda fraction, text: progress.update(task, completed=fraction, description=text)
-
-
-def print_table(table: Any) -> None:
-    from rich.console import Console
-
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
 COMMANDS: dict[str, Callable[..., None]] = {

@@ -1,7 +1,7 @@
-"""Reads image files in their own depth and channels; no other module opens them. Needs the extra ``train``.
+"""Reads image files in their own depth and channels; all others read them here. Needs the extra ``train``.
 
-Pillow reads what has 8 bits in one or three channels. tifffile reads all other TIFF files (16 and 32 bits,
-floating point, more channels), imagecodecs PNG files of 16 bits, of which Pillow keeps 8, NumPy ``.npy``.
+Pillow reads what has 8 bits in one or three channels, NumPy ``.npy``, and ``formats.py`` the rest: tifffile
+other TIFF files (16 and 32 bits, floating point, more channels), imagecodecs PNG files of 16 bits.
 """
 
 from __future__ import annotations
@@ -23,6 +23,16 @@ from torch import Tensor
 from selfconv._extras import require
 from selfconv._files import FileRefused, check_file
 from selfconv.data.dataset import MAX_PIXELS, MAX_SIZE
+from selfconv.data.formats import (
+    DAMAGED,
+    ORIENTATION,
+    check_size,
+    from_deep_png,
+    from_deep_ppm,
+    from_tiff,
+    millions,
+    to_numbers,
+)
 from selfconv.data.pixels import (
     MAX_CHANNELS,
     Clipping,
@@ -30,7 +40,6 @@ from selfconv.data.pixels import (
     PixelRange,
     UnreadableError,
     in_channels,
-    type_range,
 )
 
 if TYPE_CHECKING:
@@ -57,20 +66,7 @@ _BEGINNINGS = re.compile(  # of GIF, JPEG, PNG, TIFF and WEBP
 IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 MAX_BYTES = 2**30  # of a file
 MOST_PLANES = 4  # of the first axis of an array, up to which it may be that of channels
-BYTES_PER_PIXEL = 8  # of decoded values, for each of MAX_PIXELS: 16 bits in four channels
-DAMAGED = "damaged or truncated"
-_ORIENTATION = 0x0112  # EXIF; from 5 on, width and height are exchanged
-_EXTRA_SAMPLES, _ALPHA, _PREMULTIPLIED = 338, (1, 2), 1  # TIFF
 _GREY_MODES = ("1", "L", "LA", "La", "I;16", "I;16B")
-_UPRIGHT: dict[int, Callable[[NDArray], NDArray]] = {
-    2: np.fliplr,
-    3: lambda x: np.rot90(x, 2),
-    4: np.flipud,
-    5: lambda x: x.swapaxes(0, 1),
-    6: lambda x: np.rot90(x, -1),
-    7: lambda x: np.rot90(x, 2).swapaxes(0, 1),
-    8: np.rot90,
-}
 
 
 class Item(NamedTuple):
@@ -199,7 +195,7 @@ def read_header(item: Item, max_pixels: int = MAX_PIXELS) -> Header:
             height, width, channels = image.shape
             return Header(width, height, channels, image.dtype.name)
         width, height = image.size
-        if image.format != "TIFF" and image.getexif().get(_ORIENTATION, 1) >= 5:  # of TIFF Pillow does it
+        if image.format != "TIFF" and image.getexif().get(ORIENTATION, 1) >= 5:  # of TIFF Pillow does it
             width, height = height, width
         return Header(width, height, 1 if image.mode in _GREY_MODES else 3, "uint8")
 
@@ -260,7 +256,7 @@ def _open(item: Item, max_pixels: int) -> Iterator[Image | NDArray[Any]]:
             content = item.file()
             source, head = io.BytesIO(content), content[:26]
         if head[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
-            values = _from_tiff(source, max_pixels)
+            values = from_tiff(source, max_pixels)
             if values is not None and values.dtype == np.uint8 and values.shape[2] in (1, 3):
                 yield PIL.Image.fromarray(values.squeeze(2) if values.shape[2] == 1 else values)
                 return
@@ -270,118 +266,17 @@ def _open(item: Item, max_pixels: int) -> Iterator[Image | NDArray[Any]]:
         if isinstance(source, io.BytesIO):
             source.seek(0)
         with PIL.Image.open(source, formats=IMAGE_FORMATS) as image:
-            _check_size(image.width, image.height, max_pixels)
+            check_size(image.width, image.height, max_pixels)
             if head[:4] == b"\x89PNG" and head[24:25] == b"\x10":
-                yield _from_deep_png(source, image.getexif().get(_ORIENTATION, 1))
+                yield from_deep_png(source, image.getexif().get(ORIENTATION, 1))
             elif image.mode == "I":  # a PGM of 16 bits, which Pillow scales to 0..65535
                 yield np.asarray(image).astype(np.uint16)[..., None]
             elif image.mode == "F":  # a PFM
                 yield np.array(image)[..., None]
-            elif head[:2] in (b"P3", b"P6") and (deep := _from_deep_ppm(source)) is not None:
+            elif head[:2] in (b"P3", b"P6") and (deep := from_deep_ppm(source)) is not None:
                 yield deep
             else:
                 yield image
-
-
-def _check_size(width: int, height: int, max_pixels: int, bytes_per_pixel: int = 1) -> None:
-    """Raises UnreadableError for more than ``max_pixels``, or values that need more memory than those."""
-    if width * height > max_pixels:
-        raise UnreadableError(
-            f"expected up to {_millions(max_pixels)} pixels; got {width}×{height}, "
-            f"{_millions(width * height)}"
-        )
-    if (needed := width * height * bytes_per_pixel) > BYTES_PER_PIXEL * max_pixels:
-        raise UnreadableError(
-            f"expected values of up to {_millions(BYTES_PER_PIXEL * max_pixels)} bytes; got "
-            f"{_millions(needed)}: {width}×{height} of {bytes_per_pixel} bytes each"
-        )
-
-
-def _from_tiff(source: Path | io.BytesIO, max_pixels: int) -> NDArray[Any] | None:
-    """Values [H, W, C]; None for 8 bits in one or three channels (plus alpha), which Pillow reads."""
-    import tifffile
-
-    with tifffile.TiffFile(source) as file:
-        page, series = file.pages.first, file.series[0]
-        lengths = dict(zip(series.axes, series.shape, strict=True))
-        _check_size(lengths.get("X", 0), lengths.get("Y", 0), max_pixels)
-        extra = page.tags.get(_EXTRA_SAMPLES)
-        alpha = extra.value[-1] if extra is not None and "S" in lengths else 0
-        samples = lengths.get("S", 1) - (alpha in _ALPHA)
-        orientation = page.tags.get(_ORIENTATION)
-        grey = (tifffile.PHOTOMETRIC.MINISBLACK, tifffile.PHOTOMETRIC.MINISWHITE)
-        colours = page.photometric not in grey
-        # Pillow exchanges rows and columns of 8-bit files that are not compressed before it reads them
-        turned = (
-            orientation is not None
-            and orientation.value in (5, 6, 7, 8)
-            and page.compression == tifffile.COMPRESSION.NONE
-            and page.photometric in (*grey, tifffile.PHOTOMETRIC.RGB, tifffile.PHOTOMETRIC.PALETTE)
-        )
-        by_pillow = samples == 1 or (samples == 3 and colours)
-        if series.dtype in (np.uint8, np.bool_) and len(file.pages) == 1 and by_pillow and not turned:
-            return None
-        if page.photometric in (tifffile.PHOTOMETRIC.PALETTE, tifffile.PHOTOMETRIC.SEPARATED) and (
-            series.dtype.itemsize == 1 and not (turned and page.colormap is not None)
-        ):
-            return None
-        channels = {axis: n for axis, n in lengths.items() if axis not in "YX" and n > 1}
-        if not {"Y", "X"} <= {*lengths} or len(channels) > 1 or not {*channels} <= {*"CSQI"}:
-            described = ", ".join(f"{axis} {n}" for axis, n in lengths.items())
-            raise UnreadableError(f"expected one image, with its channels; got a stack ({described})")
-        number = max(channels.values(), default=1)
-        if number > MAX_CHANNELS:
-            raise UnreadableError(f"expected 1 to {MAX_CHANNELS} channels; got {number} ({series.axes})")
-        _check_size(lengths["X"], lengths["Y"], max_pixels, number * series.dtype.itemsize)
-        values = series.asarray()
-        if page.photometric == tifffile.PHOTOMETRIC.MINISWHITE and values.dtype.kind in "ub":
-            values = ~values
-        palette = page.colormap if series.dtype == np.uint8 and samples == 1 and turned else None
-    keep = tuple(i for i, axis in enumerate(series.axes) if axis in "YX" or axis in channels)
-    axes = "".join(series.axes[i] for i in keep)
-    values = values.reshape([values.shape[i] for i in keep])
-    values = values.transpose([axes.index(axis) for axis in ("Y", "X", *channels)])
-    values = values.reshape(*values.shape[:2], -1)
-    if palette is not None:
-        values = (palette.T[values[..., 0]] >> 8).astype(np.uint8)
-    if alpha in _ALPHA and values.shape[2] > 1:
-        values = _on_white(values, premultiplied=alpha == _PREMULTIPLIED)
-    return _to_numbers(_UPRIGHT.get(1 if orientation is None else orientation.value, lambda x: x)(values))
-
-
-def _from_deep_png(source: Path | io.BytesIO, orientation: int) -> NDArray[Any]:
-    import imagecodecs
-
-    content = source.read_bytes() if isinstance(source, Path) else source.getvalue()
-    values = imagecodecs.png_decode(content)
-    values = values if values.ndim == 3 else values[..., None]
-    if values.shape[2] in (2, 4):
-        values = _on_white(values)
-    return _to_numbers(_UPRIGHT.get(orientation, lambda x: x)(values))
-
-
-def _from_deep_ppm(source: Path | io.BytesIO) -> NDArray[Any] | None:
-    """A PPM of more than 8 bits, of which Pillow keeps 8, scaled to 0..65535 as its PGM are; else None."""
-    content = source.read_bytes() if isinstance(source, Path) else source.getvalue()
-    header = re.match(rb"(P[36])" + 3 * rb"(?:\s|#[^\n]*\n)+(\d{1,9})" + rb"(?:#[^\n]*)?\s", content)
-    if header is None:
-        raise UnreadableError(DAMAGED)
-    width, height, most = map(int, header.groups()[1:])
-    if most <= 255:
-        return None
-    if header[1] == b"P3" or most > 65535:
-        raise UnreadableError("expected a PPM of up to 16 bits, in binary (P6) if more than 8; got another")
-    values = np.frombuffer(content, ">u2", 3 * width * height, header.end()).reshape(height, width, 3)
-    return np.rint(np.minimum(values, most) * (65535 / most)).astype(np.uint16)
-
-
-def _on_white(values: NDArray[Any], *, premultiplied: bool = False) -> NDArray[Any]:
-    """Composites on white by the last channel, alpha, and drops it."""
-    most = type_range(values.dtype)[1]
-    colour, alpha = values[..., :-1].astype(np.float64), values[..., -1:] / most
-    shown = (colour if premultiplied else colour * alpha) + (1 - alpha) * most
-    shown = np.clip(shown, 0, most)
-    return (shown if values.dtype.kind == "f" else np.rint(shown)).astype(values.dtype)
 
 
 @lru_cache(maxsize=4)
@@ -428,20 +323,8 @@ def _from_npy(item: Item, max_pixels: int) -> NDArray[Any]:
             f"channels; got {list(_load_npy(item.file).shape)}"
         )
     height, width, number = values.shape
-    _check_size(width, height, max_pixels, number * values.dtype.itemsize)
-    return _to_numbers(values)
-
-
-def _to_numbers(values: NDArray[Any]) -> NDArray[Any]:
-    if values.dtype == bool:
-        return values.astype(np.uint8) * np.uint8(255)
-    if values.dtype.kind not in "uif":
-        raise UnreadableError(f"expected integers or floating point; got {values.dtype}")
-    return np.ascontiguousarray(values)
-
-
-def _millions(pixels: int) -> str:
-    return f"{pixels / 1e6:.0f} million"
+    check_size(width, height, max_pixels, number * values.dtype.itemsize)
+    return to_numbers(values)
 
 
 def _rgb(image: Image) -> Image:
@@ -468,7 +351,7 @@ def _decoder_errors(max_pixels: int) -> Iterator[None]:
         known = f"{', '.join(IMAGE_FORMATS)} or .npy"
         raise UnreadableError(f"not an image: expected {known}") from None
     except DecompressionBombError:  # raised by Pillow where the header claims far more
-        raise UnreadableError(f"expected up to {_millions(max_pixels)} pixels; got far more") from None
+        raise UnreadableError(f"expected up to {millions(max_pixels)} pixels; got far more") from None
     except OSError as error:
         raise UnreadableError(error.strerror or DAMAGED) from error
     except Exception as error:  # decoders raise anything at all on damaged files

@@ -230,7 +230,7 @@ MISSING = {  # command, {run} being the folder of a run: the extra that it needs
     "train": "train",
     "train --data {run}/images": "train",
     "predict {run} {run}/images/a/1.png": "train",
-    "evaluate {run} --data x.parquet": "parquet",
+    "evaluate {run} --data {run}/x.parquet": "parquet",
     "export {run} --to model.onnx": "onnx",
     "bench --quick --out out": "plot",
     "figures digits_asc --out out": "plot",
@@ -248,6 +248,7 @@ def test_what_is_missing_is_named_in_one_line(empty: Path, tmp_path: Path) -> No
     for kind in ("a", "b"):
         (run_folder / "images" / kind).mkdir(parents=True)
         Image.new("L", (16, 16)).save(run_folder / "images" / kind / "1.png")
+    (run_folder / "x.parquet").write_bytes(b"PAR1")
     commands = {command.format(run=run_folder): extra for command, extra in MISSING.items()}
     code = f"""
 import io, json

@@ -66,11 +66,13 @@ class PositionBias(nn.Module):
         return x + ramp + ramp.flip(0) * 0.5 + ramp[:, None]
 
 
-def test_a_size_at_which_no_shift_is_tested_is_not_called_equivariant_to_shifts() -> None:
-    plane = audit(nn.Conv2d(2, 2, 3, padding=1), 3)
-    assert plane.summary() == "not tested at 3x3: no map is large enough to shift"
-    group = audit(nn.Conv2d(2, 2, 1), 16)
-    assert "equivariant to shifts at 16x16" in group.summary()
+@pytest.mark.parametrize("size", [3, 16])
+def test_a_layer_is_shifted_at_every_size(size: int) -> None:
+    """A map with too little room for the window is replaced by a larger one."""
+    passed = audit(nn.Conv2d(2, 2, 3, padding=1), size)
+    assert passed.layers[0].shift is not None
+    assert f"equivariant to shifts at {size}x{size}" in passed.summary()
+    assert not audit(nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), PositionBias()), size).passed
 
 
 def test_error_is_per_element_and_relative() -> None:

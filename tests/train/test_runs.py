@@ -229,7 +229,7 @@ def test_a_run_with_a_damaged_checkpoint_ends_with_the_same_bits(
 
 
 def test_nothing_is_pickled(data: Path, tmp_path: Path) -> None:
-    """Every file of a run is JSON, safetensors, Markdown, or TensorBoard's."""
+    """Every file of a run is JSON, safetensors, Markdown, hashes of 8 bytes, or TensorBoard's."""
     train(tiny_config(data), tmp_path / "run", quiet=True)
     for path in (p for p in (tmp_path / "run").rglob("*") if p.is_file() and p.stat().st_size):
         if path.suffix == ".safetensors":
@@ -237,6 +237,8 @@ def test_nothing_is_pickled(data: Path, tmp_path: Path) -> None:
         elif path.suffix in (".json", ".jsonl"):
             for part in [path.read_text()] if path.suffix == ".json" else path.read_text().splitlines():
                 json.loads(part)
+        elif path.name == "seen_images.bin":
+            assert path.stat().st_size == 8 * len(np.unique(np.fromfile(path, "<u8")))
         else:
             assert path.name == "README.md" or path.name.startswith("events.out.tfevents")
 

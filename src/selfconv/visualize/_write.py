@@ -105,7 +105,7 @@ def _origin(picture: Path) -> str | None:
     from PIL import Image, UnidentifiedImageError
 
     try:
-        with Image.open(picture) as opened:
+        with Image.open(picture, formats=("PNG",)) as opened:
             return opened.info.get("Origin")
     except (OSError, UnidentifiedImageError):
         return None

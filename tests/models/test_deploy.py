@@ -420,6 +420,23 @@ def test_onnx_of_pooled_and_enlarged_features_takes_any_size(tmp_path: Path) -> 
     torch.testing.assert_close(torch.from_numpy(found), model(x), rtol=1e-5, atol=1e-5)
 
 
+class WithCell(nn.Module):
+    """Whose attribute is a layer, not a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cell(x)
+
+
+def test_export_takes_a_layer_named_cell_for_no_number() -> None:
+    model, x = WithCell(), torch.randn(3, 3, 9, 11)
+    program = export_program(model, input_shape=(3, 16, 16), any_size=True).module()
+    torch.testing.assert_close(program(x), model(x))
+
+
 def test_export_refuses_other_shapes() -> None:
     with pytest.raises(ValueError, match=r"expected \(channels, height, width\), or .*; got \(3,\)"):
         export_program(nn.Linear(3, 3), input_shape=(3,), any_size=True)

@@ -138,6 +138,7 @@ def _prepared(
         )
     if any_size and min(input_shape[-len(names) :]) >= SMALLEST:
         cell = getattr(model, "cell", 1)  # of which the sides are multiples, if the model says so
+        cell = cell if isinstance(cell, int) and cell > 0 else 1
         for axis, name in enumerate(names, 1 + len(input_shape) - len(names)):
             least = -(-SMALLEST // cell)
             sizes[axis] = Dim(name, min=SMALLEST) if cell == 1 else cell * Dim(f"{name}_{cell}", min=least)

@@ -133,6 +133,9 @@ def test_a_recipe_for_all_networks() -> None:
     own = make_plan("rotation", Budget(data="cells", range="0,4095", group_by="slide"))
     assert {(t.config.data.pixel_range, t.config.data.group_by) for t in own.trials} == {("0,4095", "slide")}
     assert (plan.data.pixel_range, plan.data.group_by) == ("auto", None)
+    assert make_plan("rotation", Budget(data="cells", image_size=32)).data.image_size == 32
+    assert make_plan("demo").data.image_size == 8
+    assert make_plan("demo", Budget(image_size=12)).data.image_size == 12
     rotation = make_plan("rotation", Budget(recipe="fast"))
     assert [trial.config.recipe.rotate for trial in rotation.trials] == [
         "none", "any", "any", "none", "none", "any", "none",

@@ -332,6 +332,8 @@ class Budget:
     """Number of training images to use."""
     data: str | None = None
     """A different data set, or the same from a file: a name, a folder of images, or an .npz file."""
+    image_size: int | None = None
+    """Resize and centre-crop images to this many pixels."""
     range: str | None = None
     """Values that map to 0 and 1: LOW,HIGH; dtype: the limits of each file's type; None: those of images."""
     group_by: str | None = None
@@ -342,7 +344,7 @@ class Budget:
     """Recipe to use instead of the plan's: paper, fast or short."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "seeds", "subset"):
+        for name in ("epochs", "seeds", "subset", "image_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}: expected an integer ≥ 1; got {value}")
@@ -367,6 +369,8 @@ def make_plan(name: str, budget: Budget | None = None) -> Plan:
     data = replace(outline.data, subset=budget.subset)
     if budget.data is not None:
         data = replace(data, source=budget.data, image_size=None)
+    if budget.image_size is not None:
+        data = replace(data, image_size=budget.image_size)
     data = replace(data, group_by=budget.group_by)
     if budget.range is not None:
         data = replace(data, pixel_range=budget.range)

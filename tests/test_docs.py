@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from helpers import source_of
 from helpers.pages import PAGES, ROOT, blocks, check_options, commands, compare, run_console, run_page
 from helpers.timm_import import import_timm
 
@@ -78,6 +79,12 @@ def test_links_lead_to_files(page: Path) -> None:
     targets = re.findall(r"\]\((?!http|#)([^)#]+)", page.read_text())
     missing = [target for target in targets if not (page.parent / target).exists()]
     assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_tests_that_a_page_names_exist(page: Path) -> None:
+    for file, name in re.findall(r"`(test_\w+)\.(test_\w+)`", page.read_text()):
+        assert re.search(rf"^ *def {name}\(", source_of(file), re.MULTILINE), f"no {name} in {file}"
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,7 @@ def test_the_map_lists_every_equation_once() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"eq{row[0]}")
-def test_the_map_is_true(row: list[str]) -> None:
+def test_names_in_the_paper_map_exist(row: list[str]) -> None:
     number, _, function, layer, test = row
     module_name, name = function.strip("`").split(".")
     module = reference if module_name == "reference" else importlib.import_module(f"selfconv.{module_name}")

@@ -72,7 +72,7 @@ def test_loading_executes_no_code() -> None:
     assert {str(p): c for p in files if (c := calls_that_run_what_they_read(p))} == {}
 
 
-def test_the_scan_sees(tmp_path: Path) -> None:
+def test_the_scan_finds_unsafe_calls(tmp_path: Path) -> None:
     (tmp_path / "x.py").write_text("import pickle\nnp.load(x)\ntorch.load(x, weights_only=True)\neval(x)\n")
     assert len(calls_that_run_what_they_read(tmp_path / "x.py")) == 4
 

@@ -133,7 +133,7 @@ def test_concurrent_processes_share_one_cache(tmp_path: Path, monkeypatch: pytes
     assert sorted(decoded) == sorted({*decoded})  # each image once
 
 
-def test_killed(tmp_path: Path) -> None:
+def test_killed_decoding_continues_with_the_same_bits(tmp_path: Path) -> None:
     """A process that is killed leaves nothing that another one takes for complete."""
     root = gallery(tmp_path / "cells", "plain")
     script = (
@@ -213,7 +213,7 @@ def test_a_full_disk_counts_what_is_decoded_already(tmp_path: Path, monkeypatch:
         load_data(root, memory=0, image_size=5, cache=tmp_path / "cache")
 
 
-def test_damage(tmp_path: Path) -> None:
+def test_damaged_caches_are_refused(tmp_path: Path) -> None:
     root = gallery(tmp_path / "cells", "plain")
     load_data(root, memory=0, cache=tmp_path / "cache")
     (done,) = (tmp_path / "cache").rglob("done.json")

@@ -87,8 +87,8 @@ class TestCopies:
             load_data(tmp_path / "parts", validation=0)
         (message,) = (str(warning.message) for warning in caught)
         assert message.startswith(
-            "parts: 80 of 80 images to test on are identical to images to train on, "
-            "test/a/slide0_0.png = train/a/slide0_0.png first"
+            "parts: 80 of 80 test images are identical to training images "
+            "(first: test/a/slide0_0.png = train/a/slide0_0.png), "
         )
 
     @pytest.mark.filterwarnings("error")

@@ -59,7 +59,7 @@ def test_uploads_of_arrays(temporary: Path) -> None:
 def test_the_advised_range_is_never_empty(temporary: Path) -> None:
     for values, advice in (
         (np.full((9, 9), 0.5), "dtype, which is 0 to 1"),
-        (np.eye(9) - 2, "LOW,HIGH of all files"),
+        (np.eye(9) - 2, "LOW,HIGH, the least and greatest value of all files"),
     ):
         buffer = io.BytesIO()
         np.save(buffer, values)

@@ -293,7 +293,7 @@ OBSTACLES = {
 
 
 @pytest.mark.parametrize("name", OBSTACLES)
-def test_obstacles(name: str) -> None:
+def test_layers_that_cannot_be_replaced_are_named(name: str) -> None:
     conv, reason = OBSTACLES[name]
     network = nn.ModuleDict({"stem": nn.Conv2d(3, 8, 3), name: conv})
     report = convert(network, num_heads=4)

@@ -399,13 +399,45 @@ ANY_SIZE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, .
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", ["resnet29_asc", "p4resnet29_asc", "resnet29_sasa"])
+def test_an_optimised_network_that_is_cast(name: str, dtype: torch.dtype) -> None:
+    """Its tables are cast with it; the kernels take float32 and float64 tables only. Its rounding is that of
+    the network, cast in the same way."""
+    model = tiny(name, **({"num_heads": 1} if name == "resnet29_sasa" else {}))
+    optimized = selfconv.optimize_for_inference(model)
+    x = torch.randn(2, 3, 8, 8)
+    expected = model(x)
+    rounded = copy.deepcopy(model).to(dtype)(x.to(dtype))
+    with torch.inference_mode():
+        optimized(x)
+        found = optimized.to(dtype)(x.to(dtype))
+    assert found.dtype == dtype
+    rounding = error_over_spread(rounded.float(), expected)
+    assert error_over_spread(found.float(), expected) < max(1e-5, 3 * rounding)
+
+
+def test_refused_training_changes_nothing() -> None:
+    model = nn.Sequential(nn.Dropout(0.5), AffineSelfConv2d(3, 8, 3, num_heads=2)).eval()
+    x = torch.randn(2, 3, 8, 8)
+    optimized = selfconv.optimize_for_inference(model)
+    for one in (optimized, copy.deepcopy(optimized), pickle.loads(pickle.dumps(optimized))):
+        with pytest.raises(RuntimeError, match="NativeAttention2d: expected evaluation mode"):
+            one.train()
+        assert not any(layer.training for layer in one.modules())
+        torch.testing.assert_close(one.eval()(x), model(x))
+    with pytest.raises(TypeError, match=r"expects an nn.Module, .*; got str"):
+        selfconv.optimize_for_inference("digits_asc")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", ANY_SIZE)
 def test_programs_of_building_blocks_take_any_size(name: str) -> None:
     make, exported, given = ANY_SIZE[name]
     model = make().eval()
     program = export_program(model, input_shape=exported, any_size=True).module()
-    x = torch.randn(given)
-    torch.testing.assert_close(program(x), model(x), rtol=1e-5, atol=1e-5)
+    for batch in (given[0], 1):
+        x = torch.randn(batch, *given[1:])
+        torch.testing.assert_close(program(x), model(x), rtol=1e-5, atol=1e-5)
 
 
 def test_onnx_of_pooled_and_enlarged_features_takes_any_size(tmp_path: Path) -> None:
@@ -435,6 +467,18 @@ def test_export_takes_a_layer_named_cell_for_no_number() -> None:
     model, x = WithCell(), torch.randn(3, 3, 9, 11)
     program = export_program(model, input_shape=(3, 16, 16), any_size=True).module()
     torch.testing.assert_close(program(x), model(x))
+
+
+@pytest.mark.parametrize("group", ["z2", "p4"])
+def test_any_size_of_networks_that_downsample_further(group: str) -> None:
+    """Sides from 32 on, below which the last map has one pixel; of images too small for that, one line."""
+    model = create_model("resnet29_asc", **TINY, stem="pool4", group=group).eval()
+    program = export_program(model, input_shape=(3, 64, 64), any_size=True).module()
+    for shape in ((1, 3, 64, 64), (3, 3, 32, 48)):
+        x = torch.randn(shape)
+        assert error_over_spread(program(x), model(x)) < 1e-5
+    with pytest.raises(ValueError, match=r"any_size: expected an input_shape .*; got \(3, 16, 16\)"):
+        export_program(model, input_shape=(3, 16, 16), any_size=True)
 
 
 def test_export_refuses_other_shapes() -> None:

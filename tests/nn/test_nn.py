@@ -672,6 +672,6 @@ def test_depthwise_is_torchs_on_the_plane() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(4, 4), (0, 3), (4, 3, 0), (4, -1)])
-def test_windows_that_the_controls_refuse(sizes: Any) -> None:
+def test_depthwise_convolution_refuses_bad_sizes(sizes: Any) -> None:
     with pytest.raises(ValueError, match=r"DepthwiseConv2d: .*expected .* ≥ 1; got"):
         DepthwiseConv2d(*sizes)

@@ -450,7 +450,7 @@ def test_failures_and_crashes_are_reported(child: Child) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
-def test_test_layouts_preserve_values(layout: Layout) -> None:
+def test_layout_helpers_preserve_values(layout: Layout) -> None:
     for shape in ((2, 3, 4, 5), (2, 3, 4, 4, 5), (0, 3, 4, 5), (1, 1, 1, 1)):
         x = torch.randn(shape)
         y = layout(x)

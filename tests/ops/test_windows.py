@@ -151,7 +151,7 @@ def test_a_huge_dilation_takes_no_memory(mode: str, backend: str) -> None:
     assert_close(case.gradients(backend=backend), same.expected("reference"))
 
 
-def test_reach() -> None:
+def test_reach_of_dilated_windows() -> None:
     assert Window((5, 1), (2, 3)).reach == (4, 0)
     assert Window((3, 7)).taps == 21
 

@@ -120,7 +120,7 @@ def test_no_interval_without_a_deviation() -> None:
     assert difference([Sample(10, 0.0, 3)], [Sample(7, 0.0, 3)]).low is None
 
 
-def test_signs() -> None:
+def test_signed_numbers() -> None:
     assert [signed(x) for x in (0.004, -0.004, 0.1, -0.1)] == ["0.00", "0.00", "+0.10", "−0.10"]
 
 
@@ -149,7 +149,7 @@ def test_rows_of_the_paper() -> None:
     assert fewest == {"cifar10": "resnet29_simple_asc", "cifar100": "resnet29_simple_asc"}
 
 
-def test_names() -> None:
+def test_names_of_networks_in_a_report() -> None:
     assert paper_label("p4mresnet83_asc_se") == "p4mResNet83+ASC+SE"
     assert paper_label("resnet29_simple_asc", depth=11, group="p4") == "p4ResNet11+Simple_ASC"
     assert paper_label("p4resnet29_pool") == "p4ResNet29+pool"
@@ -178,7 +178,7 @@ def outcome(mean: float, deviation: float | None, n: int, parameters: int = 300_
         (outcome(80, 1, 2), Verdict.FEW),  # however far: two runs are too few
     ],
 )
-def test_lower(sasa: Outcome, verdict: Verdict) -> None:
+def test_claim_that_sasa_is_lower(sasa: Outcome, verdict: Verdict) -> None:
     finding = claim("Additive").check({"cifar10": {"resnet29": outcome(91, 1, 5), "resnet29_sasa": sasa}})
     assert finding.verdict is verdict
 
@@ -387,7 +387,7 @@ def test_entropy_of_attention(tmp_path: Path) -> None:
     assert "0.750" in written.md
 
 
-def test_every_angle(tmp_path: Path) -> None:
+def test_the_rotation_curve_in_a_report(tmp_path: Path) -> None:
     """A column, a figure and a sentence that names a network: the one with the best mean over all angles."""
     for model, accuracy, turned in (("resnet29", 0.9, 0.1), ("p4resnet29_asc", 0.8, 0.8)):
         folder = tmp_path / "runs" / model

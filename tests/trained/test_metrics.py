@@ -29,7 +29,7 @@ def answers(seed: int, images: int, classes: int, digits: int) -> tuple[np.ndarr
 
 
 @given(st.integers(0, 99), st.integers(5, 60), st.integers(2, 5), st.sampled_from([1, 6]))
-def test_as_scikit_learn(seed: int, images: int, classes: int, digits: int) -> None:
+def test_metrics_agree_with_scikit_learn(seed: int, images: int, classes: int, digits: int) -> None:
     labels, probabilities = answers(seed, images, classes, digits)  # one digit: with many equal scores
     names = [f"class {c}" for c in range(classes)]
     found = measure_quality(names, labels, probabilities)
@@ -112,7 +112,9 @@ def test_what_evaluate_writes(work: Path) -> None:
     assert Image.open(work / "run" / "mistakes.png").size[0] > 500
 
 
-def test_other_images(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_leaves_out_unknown_classes_and_training_images(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = tmp_path / "other"
     for source, name in (("d2", "d2"), ("d0", "d0"), ("d1", "x")):
         (other / name).mkdir(parents=True)
@@ -149,7 +151,7 @@ def test_the_most_confident_mistakes_come_first() -> None:
     probabilities = torch.tensor([[0.4, 0.6], [0.9, 0.1], [0.8, 0.2], [0.3, 0.7]])
     found = PredictionTable(split, probabilities, ["a", "b"])
     assert found.mistakes().tolist() == [2, 3, 0]
-    assert len(found.mistakes_figure("x").axes) == 3
+    assert len(found.mistakes_figure("x").axes[0].images) == 3
     assert found.to_csv().splitlines()[1].startswith("0,a,b,0.6")
 
 

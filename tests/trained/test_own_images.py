@@ -8,8 +8,10 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 import tifffile
 import torch
@@ -74,10 +76,55 @@ def test_the_range_is_part_of_an_export(
     file = next((work / "deep").rglob("*.tif"))
     values = torch.from_numpy(tifffile.imread(file).astype(np.float32))[None, None]
     expected = trained.model(trained.normalise(trained.read_image(file)[None]))
-    outputs = torch.export.load(tmp_path / "deep.pt2").module()(values)
+    extra = {"classes": "", "range": "", "image_shape": "", "preprocessing": ""}
+    outputs = torch.export.load(tmp_path / "deep.pt2", extra_files=extra).module()(values)
+    assert [json.loads(extra[name]) for name in ("classes", "range", "image_shape")] == [
+        ["c0", "c1", "c2"], [0, 4095], [1, 16, 16]
+    ]  # fmt: skip
+    assert "low, high = 0.0, 4095.0" in extra["preprocessing"]
     torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-4)
     assert run_cli("export", work / "runs" / "deep", "--to", tmp_path / "again.pt2", "--no-compile") == 0
     assert "values 0..4095 as in the files -> logits [N, 3]" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore")  # of values outside the range, and of torch's exporter
+@pytest.mark.parametrize("kind", ["deep", "floats", "by type", "five channels"])
+def test_preprocessing_in_the_metadata_gives_the_numbers_of_predict(
+    work: Path, tmp_path: Path, kind: str
+) -> None:
+    """For files of instruments: no square, values outside the range, an .npy file."""
+    run = work / "runs" / kind
+    random = np.random.default_rng(0)
+    if kind == "by type":
+        config = tiny_config(work / "deep", "resnet29_asc", epochs=1).replaced("data", pixel_range="dtype")
+        train(config, run := tmp_path / "run", quiet=True)
+    if kind == "five channels":
+        for index in range(20):
+            (tmp_path / "five" / f"c{index % 2}").mkdir(parents=True, exist_ok=True)
+            values = random.integers(0, 100 + 100 * (index % 2), (9, 9, 5), np.uint8)
+            np.save(tmp_path / "five" / f"c{index % 2}" / f"{index}.npy", values)
+        train(tiny_config(tmp_path / "five", "resnet29_asc", epochs=1), run := tmp_path / "run", quiet=True)
+    trained = open_trained(run)
+    channels, size = trained.data.in_channels, trained.data.size
+    high = {"deep": 4095, "floats": 1, "by type": 65535, "five channels": 255}[kind]
+    dtype = {"floats": np.float32, "five channels": np.uint8}.get(kind, np.uint16)
+    shape = (23, 17) if channels == 1 else (23, 17, channels)
+    values = (high * random.random(shape)).astype(dtype)
+    if kind == "deep":
+        values[3, 4] = 5000
+    tifffile.imwrite(tmp_path / "image.tif", values, photometric="minisblack", planarconfig="contig")
+    np.save(tmp_path / "image.npy", values)
+    export(trained, tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    found: dict[str, Any] = {}
+    metadata = session.get_modelmeta().custom_metadata_map
+    exec(metadata["preprocessing"], found)
+    assert json.loads(metadata["range"]) == [0, high if kind in ("deep", "floats") else 1]
+    for prediction in predict(trained, [tmp_path / "image.tif", tmp_path / "image.npy"]):
+        images = found["preprocess"](prediction.file, size, channels)
+        [logits] = session.run(["logits"], {"images": images})[0]
+        shares = np.exp(logits - logits.max())
+        assert [*prediction.probabilities.values()] == pytest.approx(shares / shares.sum(), abs=1e-4)
 
 
 def test_floating_point_is_read_alike_by_every_command(work: Path, tmp_path: Path) -> None:
@@ -252,7 +299,9 @@ def test_runs_find_their_data_from_any_folder(
     (work / "runs" / "bytes" / "place.json").unlink()
 
 
-def test_other_images(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_on_other_images_needs_a_fitting_range(
+    work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_cli("evaluate", work / "runs" / "bytes", "--data", work / "deep") == 2
     assert "expected uint8 values, as the training images have" in capsys.readouterr().err
     assert run_cli("evaluate", work / "runs" / "bytes", "--data", work / "deep", "--range", "0,4095") == 0
@@ -301,7 +350,7 @@ def test_runs_without_hashes_of_their_images(work: Path, tmp_path: Path) -> None
     digits_image(1).save(elsewhere / "c0" / "new.png")
     (place / "seen_images.bin").unlink()
     trained = open_trained(place)
-    with pytest.warns(UserWarning, match="a run of an earlier version, without hashes of its images"):
+    with pytest.warns(UserWarning, match="an earlier version made this run, without hashes of its images"):
         assert len(trained.test_images(trained.open_data(elsewhere))) == 161
     (place / "seen_images.bin").write_bytes(b"1234567")
     with pytest.raises(RunError, match=r"seen_images.bin: expected 8 bytes for each image; got 7"):

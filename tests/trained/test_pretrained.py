@@ -33,7 +33,7 @@ def test_shipped_models() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_record_is_of_these_weights(name: str) -> None:
+def test_record_matches_the_weights(name: str) -> None:
     record = json.loads((WEIGHTS / name / "record.json").read_text("utf-8"))
     model = create_model(name, pretrained=True)
     assert count_parameters(model) == record["parameters"]
@@ -47,7 +47,7 @@ def test_the_record_is_of_these_weights(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CIFAR)
-def test_the_card_is_of_these_weights(name: str) -> None:
+def test_card_matches_the_weights(name: str) -> None:
     """The run published in ``results``, and the accuracy that its evaluation counted."""
     folder = WEIGHTS / name
     record, evaluation = (json.loads((folder / file).read_text("utf-8")) for file in CARD_SOURCES)
@@ -112,7 +112,7 @@ def test_the_documentation_tells_their_accuracy() -> None:
         assert accuracy == f"{record['test_accuracy']:.2%}"
 
 
-def test_the_documentation_s_code_runs() -> None:
+def test_code_in_the_documentation_runs() -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     names: dict[str, Any] = {}
     exec(compile(code, "visualize.md", "exec"), names)

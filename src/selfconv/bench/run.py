@@ -62,15 +62,15 @@ def _rows(options: BenchOptions, device: torch.device) -> Iterator[AnyRow]:
         yield from measure_ops(options.batch, shapes, seconds, device)
     if "growth" in options.sections and not options.quick:
         yield from measure_growth(seconds, device)
+    if "inference" in options.sections:  # in a process of the user's own, which keeps no memory
+        names = ("resnet29", "resnet29_asc") if options.quick else INFERENCE
+        yield from measure_inference(names, 4 * len(names) * seconds)
     kept = keep_memory()  # from here on, as the trainer does
     if "ops" in options.sections and kept and device.type == "cpu" and not options.quick:
         yield from measure_ops((max(options.batch),), STAGES, seconds, device, KEPT)
     if "models" in options.sections:
         names = ("resnet29", "resnet29_asc") if options.quick else options.models
         yield from measure_models(names, options.model_batch, 16 * len(names) * seconds, device)
-    if "inference" in options.sections:
-        names = ("resnet29", "resnet29_asc") if options.quick else INFERENCE
-        yield from measure_inference(names, 4 * len(names) * seconds)
     if "windows" in options.sections:
         torch.set_num_threads(1)  # until the end of the run
         yield from measure_windows(max(options.batch), 4 * seconds, device)

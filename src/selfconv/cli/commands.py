@@ -52,7 +52,7 @@ def evaluate(
     Args:
         data: Data set with the test images; by default the one that the model was trained on.
         range: With --data, values that map to 0 and 1: LOW,HIGH or dtype; by default as in training.
-        out: Folder for the files, also for other data; by default that of the run, for its own data.
+        out: Folder for the files; by default that of the run. Results on other data are saved only if given.
         json: Print JSON instead of tables.
     """
     from selfconv.trained import EvaluationNotSaved, open_trained

@@ -29,7 +29,7 @@ class Augment:
             (bilinear).
         brightness: adds to all pixels a number that is uniform in ±brightness, with pixels in 0..1.
         contrast: multiplies the distance to the mean colour of the data by a number in 1 ± contrast.
-        colour: multiplies the distance of each channel to the mean of the channels by one in 1 ± colour.
+        colour: multiplies the distance of each channel to the mean of the channels by a factor in 1 ± colour.
         erase: with probability 1/2, a rectangle of up to this share of the image becomes the mean colour.
 
     Padding is zero in the *normalised* image, i.e. the mean colour; so are pixels that a rotation takes from

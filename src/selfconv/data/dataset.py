@@ -37,7 +37,7 @@ class MissingDataError(AbsentDataError):
 
 
 FEW_LEVELS = 16  # distinct values of all training images; fewer cause a warning
-SMALL_SHARE = 1 / 8  # of the range between the least and the greatest value; less causes a warning
+SMALL_SHARE = 1 / 8  # warn if the values in use span less than this fraction of the range
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,7 +286,7 @@ def _split(part: SourcePart, levels: int) -> Split:
 
 
 def warn_about_data(data: Dataset) -> None:
-    """Warns of identical images in two splits, and of a range of which the images use little."""
+    """Warns about identical images in two splits, and about images that use a small part of the range."""
     for message in leaks({"train": data.train, "val": data.val, "test": data.test}):
         warnings.warn(f"{data.name}: {message}", stacklevel=3)
     used = np.flatnonzero(data.counts.sum(0))
@@ -364,7 +364,7 @@ def _check_labels(name: str, part: str, y: NDArray, count: int) -> Labels:
 def _check_classes(
     name: str, labels: Mapping[str, Labels], class_names: Sequence[str] | None
 ) -> tuple[str, ...]:
-    """Class names, once every label is one of theirs and every class has an image to train on."""
+    """Returns the class names; checks that every label has one and every class a training image."""
     count = int(labels["train"].max()) + 1 if class_names is None else len(class_names)
     source = "as in y_train" if class_names is None else f"for {count} class names"
     for part, y in labels.items():

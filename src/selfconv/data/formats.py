@@ -29,7 +29,7 @@ _UPRIGHT: dict[int, Callable[[NDArray], NDArray]] = {
 
 
 def check_size(width: int, height: int, max_pixels: int, bytes_per_pixel: int = 1) -> None:
-    """Raises UnreadableError for more than ``max_pixels``, or values that need more memory than those."""
+    """Raises UnreadableError if an image has more than ``max_pixels``, or its values need more memory."""
     if width * height > max_pixels:
         raise UnreadableError(
             f"expected up to {millions(max_pixels)} pixels; got {width}×{height}, {millions(width * height)}"
@@ -114,7 +114,7 @@ def from_deep_ppm(source: Path | io.BytesIO) -> NDArray[Any] | None:
     if most <= 255:
         return None
     if header[1] == b"P3" or most > 65535:
-        raise UnreadableError("expected a PPM of up to 16 bits, in binary (P6) if more than 8; got another")
+        raise UnreadableError("expected a binary PPM (P6) of at most 16 bits; got ASCII (P3) or more bits")
     values = np.frombuffer(content, ">u2", 3 * width * height, header.end()).reshape(height, width, 3)
     return np.rint(np.minimum(values, most) * (65535 / most)).astype(np.uint16)
 

@@ -1,4 +1,4 @@
-"""Reads image files in their own depth and channels; all others read them here. Needs the extra ``train``.
+"""Reads image files in their own depth and channels, for every module. Needs the extra ``train``.
 
 Pillow reads what has 8 bits in one or three channels, NumPy ``.npy``, and ``formats.py`` the rest: tifffile
 other TIFF files (16 and 32 bits, floating point, more channels), imagecodecs PNG files of 16 bits.
@@ -65,7 +65,7 @@ _BEGINNINGS = re.compile(  # of GIF, JPEG, PNG, TIFF and WEBP
 # Pillow detects formats by content, and some start another program (EPS: Ghostscript)
 IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 MAX_BYTES = 2**30  # of a file
-MOST_PLANES = 4  # of the first axis of an array, up to which it may be that of channels
+MAX_LEADING_CHANNELS = 4  # a first axis of at most this length may be the channel axis
 _GREY_MODES = ("1", "L", "LA", "La", "I;16", "I;16B")
 
 
@@ -78,7 +78,7 @@ class Item(NamedTuple):
 
 
 class Header(NamedTuple):
-    """Size, channels and type of an image. What Pillow reads is not decoded for it, other files are."""
+    """Size, channels and type of an image. Reading it decodes the file, except formats that Pillow opens."""
 
     width: int
     height: int
@@ -195,7 +195,7 @@ def read_header(item: Item, max_pixels: int = MAX_PIXELS) -> Header:
             height, width, channels = image.shape
             return Header(width, height, channels, image.dtype.name)
         width, height = image.size
-        if image.format != "TIFF" and image.getexif().get(ORIENTATION, 1) >= 5:  # of TIFF Pillow does it
+        if image.format != "TIFF" and image.getexif().get(ORIENTATION, 1) >= 5:  # Pillow turns TIFF itself
             width, height = height, width
         return Header(width, height, 1 if image.mode in _GREY_MODES else 3, "uint8")
 
@@ -300,13 +300,13 @@ def _is_stack(shape: tuple[int, ...]) -> bool:
 
 
 def _refuse_channels_first(shape: tuple[int, ...]) -> None:
-    """Raises UnreadableError for an array that is more likely an image with its channels first, or may be."""
+    """Raises UnreadableError if the first axis could be the channel axis."""
     first, rest = shape[:-2][-1:], shape[-2:]
     square = len(shape) in (3, 4) and first[0] in (2, 3, 4) and rest[0] == rest[1] > first[0]
     if square or (len(shape) == 3 and shape[0] in (2, 3, 4) and _is_stack(shape)):
         raise UnreadableError(
-            f"expected channels last, [H, W, C], or [N, H, W, 1] for a stack of {MOST_PLANES} or fewer grey "
-            f"images; got {list(shape)}, which may have channels first"
+            "expected channels last, [H, W, C], or [N, H, W, 1] for a stack of "
+            f"{MAX_LEADING_CHANNELS} or fewer grey images; got {list(shape)}, which may have channels first"
         )
 
 

@@ -100,7 +100,7 @@ def _refuse_options(name: str, pixel_range: str, group_by: str | None) -> None:
     for option, value, default in (("range", pixel_range, "auto"), ("group_by", group_by, None)):
         if value != default:
             kind = GroupError if option == "group_by" else DataError
-            raise kind(f"{option}: expected a folder, an .npz, CSV or Parquet file with it; got {name}")
+            raise kind(f"{option}: applies to folders, .npz, CSV and Parquet files only; got {name}")
 
 
 def _load_path(
@@ -117,7 +117,7 @@ def _load_path(
     path = Path(source).expanduser()
     if path.is_file() and path.suffix == ".npz":
         if group_by is not None:
-            raise GroupError(f"group_by: expected a folder, a CSV file or Parquet with it; got {path}")
+            raise GroupError(f"group_by: applies to folders, CSV and Parquet files only; got {path}")
         return load_npz(path, **options)
     listing: Listing
     if isinstance(source, str) and source.startswith(PREFIX):

@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 from selfconv._text import escape_for_terminal
 
 MAX_CHANNELS = 16
-CLIPPED_SHARE = 0.001  # of values outside the range; more cause a warning
+CLIPPED_SHARE = 0.001  # warn if more than this fraction of the values is outside the range
 DEEPEST = 65535  # the largest stored value; images are kept in 16 bits at most
 RANGE_HELP = "auto, dtype, or LOW,HIGH with LOW < HIGH"
 LUMA = (0.299, 0.587, 0.114)  # of red, green and blue in grey, as Pillow weights them
@@ -69,8 +69,8 @@ class PixelRange:
 
     Attributes:
         dtype: of the values in the files; None if files of several types are mixed.
-        by_type: the type of each file gives its range (floating point: 0 to 1) instead of ``low`` and
-            ``high``, which are then those of the integers in memory.
+        by_type: each file has the full range of its dtype (floating point: 0 to 1); ``low`` and ``high`` then
+            describe the integers in memory only.
     """
 
     dtype: str | None = "uint8"
@@ -92,7 +92,7 @@ class PixelRange:
 
     @property
     def whole_width(self) -> int:
-        """``high - low`` if both are integers, and otherwise more than the levels that can be stored."""
+        """``high - low`` if both are integers; otherwise 65536, which does not fit."""
         whole = self.low.is_integer() and self.high.is_integer()
         return int(self.high - self.low) if whole else DEEPEST + 1
 
@@ -135,7 +135,7 @@ class PixelRange:
 
     def __str__(self) -> str:
         if self.by_type:
-            return "the range of each file's type"
+            return "of each file's type"
         return f"{self.low:g} to {self.high:g}"
 
 
@@ -143,7 +143,7 @@ def _suggested(values: NDArray) -> str:
     if values.dtype.kind == "u":
         return f"0,{_full_scale(int(values.max()))}"
     shares = values.dtype.kind == "f" and values.min() >= 0 and values.max() <= 1
-    return "dtype, which is 0 to 1" if shares else "LOW,HIGH of all files"  # those of one file say little
+    return "dtype, which is 0 to 1" if shares else "LOW,HIGH, the least and greatest value of all files"
 
 
 def _full_scale(highest: int) -> int:
@@ -242,7 +242,7 @@ def fit(images: NDArray, size: int) -> NDArray:
 def _resize(images: torch.Tensor, size: int) -> torch.Tensor:
     """Numbers [N, H, W, C]: the largest square about the centre, resized as ``ImageOps.fit`` of Pillow does.
 
-    The square may begin between two pixels. Never beyond the least and the greatest number.
+    The square may begin between two pixels. The result is clamped to the minimum and maximum of the input.
     """
     height, width = images.shape[1:3]
     least, greatest = images.min(), images.max()

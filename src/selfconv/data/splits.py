@@ -1,4 +1,4 @@
-"""Which images are set aside: by class, by groups that stay together, and which are on both sides anyway."""
+"""Splits images by class and by group, and finds identical images in two splits."""
 
 from __future__ import annotations
 
@@ -96,10 +96,10 @@ def leaks(parts: Mapping[str, Split]) -> Iterator[str]:
         shared = [i for i, digest in enumerate(found[held]) if digest in first]
         if shared:
             theirs = first[found[held][shared[0]]]
-            what = {"train": "to train on", "val": "to validate on", "test": "to test on"}
+            what = {"train": "training", "val": "validation", "test": "test"}
             yield (
-                f"{len(shared)} of {len(found[held])} images {what[held]} are identical to images "
-                f"{what[used]}, {_name(parts[held], shared[0])} = {_name(parts[used], theirs)} first: the "
+                f"{len(shared)} of {len(found[held])} {what[held]} images are identical to {what[used]} "
+                f"images (first: {_name(parts[held], shared[0])} = {_name(parts[used], theirs)}), so the "
                 "accuracy on them says little; remove copies, or keep them together with --group-by"
             )
 

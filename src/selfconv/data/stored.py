@@ -17,7 +17,7 @@ CHUNK = 2**24  # bytes that are read at a time
 
 
 class Stack:
-    """Images [N, H, W, C] in memory, or some rows of a memory-mapped file, of which few pages stay mapped."""
+    """Images [N, H, W, C] in memory, or some rows of a memory-mapped file, whose pages are soon released."""
 
     def __init__(self, array: Images, rows: NDArray[np.int64] | None = None) -> None:
         self.array, self.mapped = array, isinstance(array, np.memmap)

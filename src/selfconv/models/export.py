@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 SMALLEST = 2 * DOWNSAMPLING  # a program for any size: torch.export takes a map of 1 pixel for a constant
 OPSET = 20  # ONNX Runtime 1.31 takes 6% longer with opset 22
 PathLike = str | os.PathLike[str]
+SizesFrom = Callable[[int], dict[int, Any]]  # the sizes that may vary, given the smallest side
 
 
 def export_program(
@@ -28,6 +29,7 @@ def export_program(
     *,
     input_shape: Sequence[int] | None = None,
     any_size: bool | None = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> ExportedProgram:
     """The model in evaluation mode as a ``torch.export`` program, for any batch size.
 
@@ -42,25 +44,51 @@ def export_program(
         input_shape: of an image; by default 32×32 with the model's channels. Or of features on a group,
             (channels, |H|, h, w), or of a sequence, whose last axis is its length.
         any_size: whether the program takes images of other heights and widths too, or sequences of other
-            lengths; by default it does for networks of this package that take any. Sides are then 8 or more,
-            and multiples of the model's attribute ``cell``, if it has one; a program that is exported for
-            smaller images takes those alone.
+            lengths; by default it does for networks of this package that take any. Sides are then 8 or more
+            (16, 32, … if the model downsamples further), and multiples of the model's attribute ``cell``, if
+            it has one; a program that is exported for smaller images takes those alone.
+        metadata: texts to store in the file, by name: ``torch.export.load(path, extra_files=…)`` reads them.
     """
-    from torch.export import export, save
+    from torch.export import save
 
-    model, images, sizes = _prepared(model, input_shape, any_size)
-    program = export(model, (images,), dynamic_shapes=(sizes,))
+    program = _export_with_sizes(*_prepared(model, input_shape, any_size))
     if path is not None:
-        save(program, os.fspath(path))
+        save(program, os.fspath(path), extra_files=dict(metadata or {}))
     return program
 
 
-def compile_program(program: ExportedProgram, path: PathLike) -> None:
+def _export_with_sizes(model: nn.Module, images: Tensor, sizes: SizesFrom) -> ExportedProgram:
+    """The program for the smallest sides from 8 on that leave every map more than one pixel."""
+    from torch._dynamo.exc import UserError
+    from torch.export import export
+
+    smallest = SMALLEST
+    while True:
+        varying = sizes(smallest)
+        try:
+            return export(model, (images,), dynamic_shapes=(varying,))
+        except UserError as error:  # of sizes that the network would have to tell apart
+            if len(varying) == 1 or "Constraints violated" not in str(error):
+                raise
+            smallest *= 2
+            if smallest > min(images.shape[-2:]):
+                raise ValueError(
+                    f"any_size: expected an input_shape whose sides are large enough for every layer to have "
+                    f"maps of 2×2 or more; got {tuple(images.shape[1:])}"
+                ) from error
+
+
+def compile_program(
+    program: ExportedProgram, path: PathLike, *, metadata: Mapping[str, str] | None = None
+) -> None:
     """Compiles a program for this processor (AOTInductor), and writes both to one file, usually ``….pt2``.
 
     ``torch._inductor.aoti_load_package(path)`` loads the compiled form, ``torch.export.load(path)`` the
     program; either needs torch alone. The compiled form needs the version of torch and the instructions of
     the processor that it was compiled for.
+
+    Args:
+        metadata: as in ``export_program``.
 
     Raises:
         RuntimeError: if there is no C++ compiler, or the compilation fails.
@@ -74,7 +102,8 @@ def compile_program(program: ExportedProgram, path: PathLike) -> None:
     args, kwargs = program.example_inputs
     module: Any = program.module(check_guards=False)
     files: Any = aot_compile(module, args, kwargs, options={"aot_inductor.package": True})
-    package_pt2(os.fspath(path), exported_programs=program, aoti_files=files)
+    extra = dict(metadata or {})
+    package_pt2(os.fspath(path), exported_programs=program, aoti_files=files, extra_files=extra)
 
 
 def export_onnx(
@@ -102,7 +131,7 @@ def export_onnx(
         (images,),
         input_names=["images"],
         output_names=["logits"],
-        dynamic_shapes=(sizes,),
+        dynamic_shapes=(sizes(SMALLEST),),
         opset_version=OPSET,
         dynamo=True,
         verbose=False,
@@ -114,8 +143,9 @@ def export_onnx(
 
 def _prepared(
     model: nn.Module, input_shape: Sequence[int] | None, any_size: bool | None
-) -> tuple[nn.Module, Tensor, dict[int, Any]]:
-    """A copy of plain operators, a batch of 2 to trace it with, and which of its sizes may vary.
+) -> tuple[nn.Module, Tensor, SizesFrom]:
+    """A copy of plain operators, a batch of 2 to trace it with, and which of its sizes may vary, from which
+    smallest side on.
 
     A batch of 1 would be taken for a constant.
     """
@@ -127,7 +157,6 @@ def _prepared(
         input_shape = (model.in_channels, 32, 32)
     if any_size is None:
         any_size = isinstance(model, ResNet) and model.takes_any_size
-    sizes: dict[int, Any] = {0: Dim("batch")}
     sequences = len(input_shape) == 2 or any(isinstance(m, AffineSelfConv1d) for m in model.modules())
     names = ("length",) if sequences else ("height", "width")
     if any_size and len(input_shape) not in (1 + len(names), 2 + len(names)):
@@ -136,12 +165,17 @@ def _prepared(
             f"input_shape: expected (channels, {places}), or (channels, |H|, {places}), for any_size=True; "
             f"got {tuple(input_shape)}"
         )
-    if any_size and min(input_shape[-len(names) :]) >= SMALLEST:
-        cell = getattr(model, "cell", 1)  # of which the sides are multiples, if the model says so
-        cell = cell if isinstance(cell, int) and cell > 0 else 1
-        for axis, name in enumerate(names, 1 + len(input_shape) - len(names)):
-            least = -(-SMALLEST // cell)
-            sizes[axis] = Dim(name, min=SMALLEST) if cell == 1 else cell * Dim(f"{name}_{cell}", min=least)
+    varies = any_size and min(input_shape[-len(names) :]) >= SMALLEST
+    cell = getattr(model, "cell", 1)  # of which the sides are multiples, if the model says so
+    cell = cell if isinstance(cell, int) and cell > 0 else 1
+
+    def sizes(smallest: int) -> dict[int, Any]:
+        found: dict[int, Any] = {0: Dim("batch")}
+        for axis, name in enumerate(names if varies else (), 1 + len(input_shape) - len(names)):
+            least = -(-smallest // cell)
+            found[axis] = Dim(name, min=least) if cell == 1 else cell * Dim(f"{name}_{cell}", min=least)
+        return found
+
     tensors = (*model.parameters(), *model.buffers())
     like = next((t for t in tensors if t.is_floating_point()), torch.zeros(()))
     images = torch.zeros(2, *input_shape, device=like.device, dtype=like.dtype)

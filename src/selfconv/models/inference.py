@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from selfconv.nn import (
     ConvNorm,
     DepthwiseConv2d,
     FixedConv2d,
+    FixedLayer,
     GroupBatchNorm,
     LocalAttention2d,
     NativeAttention2d,
@@ -30,13 +32,33 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
     Batch norm is folded, the filters of a group are steered once, attention holds its filters as the kernels
     take them, features are in channels_last, and the blocks of our networks add and rectify in place. The
     weights are copies, without gradients: ``train()`` raises; train the model, and call this again.
+
+    Layers of this package are replaced where an ``nn.Sequential``, or a block of our networks, calls them,
+    and batch norm is folded in ``ConvNorm``. Other layers stay as they are, because a parent of the user's
+    own may use more of a layer than its output.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            "optimize_for_inference expects an nn.Module, such as the attribute model of what open_trained "
+            f"returns; got {type(model).__name__}"
+        )
     optimized = fix_filters(fold_batch_norm(model), native=True)
     for parent in list(optimized.modules()):
         for name, child in list(parent._modules.items()):
             if is_unmodified(child, Bottleneck) and _writes_new_maps(child):  # type: ignore[arg-type]
                 setattr(parent, name, _InPlaceBottleneck(child))  # type: ignore[arg-type]
-    return optimized.eval().requires_grad_(False)
+    optimized.eval().requires_grad_(False)
+    # of this instance, so that a refused call changes no layer: the layers refuse one after another
+    optimized.train = partial(_refuse_training, optimized)  # type: ignore[method-assign]
+    return optimized
+
+
+def _refuse_training(optimized: nn.Module, mode: bool = True) -> nn.Module:
+    if mode:
+        for layer in optimized.modules():
+            if isinstance(layer, FixedLayer):
+                FixedLayer.train(layer)  # raises
+    return type(optimized).train(optimized, mode)
 
 
 class _InPlaceBottleneck(nn.Module):

@@ -73,6 +73,8 @@ def affine_map(f: Tensor, psi: Tensor | None, beta: Tensor | None, window: Windo
             a = a * psi[:, :, 0, :, None, None]
         else:
             a = torch.einsum("ncrthw,cprt->ncpthw", a, psi)
+        if torch.compiler.is_exporting():  # other strides would be compared, and a batch of 1 be refused
+            a = a.clone(memory_format=torch.contiguous_format)
     return a if beta is None else a + beta.flatten(-2)[..., None, None]
 
 

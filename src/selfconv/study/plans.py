@@ -335,7 +335,7 @@ class Budget:
     image_size: int | None = None
     """Resize and centre-crop images to this many pixels."""
     range: str | None = None
-    """Values that map to 0 and 1: LOW,HIGH; dtype: the limits of each file's type; None: those of images."""
+    """Values that map to 0 and 1: LOW,HIGH; dtype: the limits of each file's type; None: from the images."""
     group_by: str | None = None
     """Keep images of one group in one split: a regular expression for the path, or the name of a column."""
     models: str = "*"

@@ -73,7 +73,7 @@ class DataOptions:
     subset: int | None = None
     """Number of training images to use, balanced over classes; None: all."""
     pixel_range: Annotated[str, arg(name="range", metavar="RANGE")] = "auto"
-    """Values that map to 0 and 1: LOW,HIGH; dtype: the limits of each file's type; auto: those of images."""
+    """Values that map to 0 and 1: LOW,HIGH; dtype: the limits of each file's type; auto: from the images."""
     group_by: str | None = None
     """Keep images of one group (slide, patient) in one split: a regular expression for the path, whose first
     parentheses match the group, or the name of a column."""
@@ -108,7 +108,8 @@ class Recipe:
     weight_decay: float = 1e-4
     """Weight decay (L2 penalty)."""
     decay: Literal["all", "maps"] = "all"
-    """Apply weight decay to all parameters, or only to convolution and linear weights (maps)."""
+    """Apply weight decay to all parameters, or only to weights of convolutions and linear maps (maps): not to
+    ψ, β, norms and biases."""
     label_smoothing: float = 0.0
     """Label smoothing."""
     class_weights: Literal["none", "balanced"] = "none"
@@ -126,9 +127,9 @@ class Recipe:
     brightness: float = 0.0
     """Random brightness: add a number of up to ± this to all pixels, whose range is 0..1."""
     contrast: float = 0.0
-    """Random contrast: a factor of 1 ± up to this."""
+    """Random contrast: multiply it by a factor between 1 - this and 1 + this."""
     colour: float = 0.0
-    """Random saturation of colours: a factor of 1 ± up to this."""
+    """Random saturation: multiply it by a factor between 1 - this and 1 + this."""
     erase: float = 0.0
     """Random erasing: half of the images get a rectangle of the mean colour, of up to this fraction of their
     area."""

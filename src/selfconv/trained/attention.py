@@ -1,7 +1,6 @@
-"""How much the attention of a trained model chooses: the entropy of α in each layer.
+"""The entropy of α in each layer of a trained model: how far its attention is from uniform.
 
-A network can reach a good accuracy with α = 1/k² everywhere, as an affine convolution; its accuracy does not
-tell.
+Accuracy does not show this: a network with α = 1/k² everywhere, an affine convolution, can be accurate.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from selfconv.data import Batches, DataInfo, Split
 from selfconv.nn import LocalAttention2d, relative_entropy
 from selfconv.testing import run_observed
 
-PIXELS = 8 * 32 * 32  # of as many images as have them together, or of one
+PIXELS = 8 * 32 * 32  # of all images together; at least one image is used
 
 
 @torch.inference_mode()

@@ -60,7 +60,7 @@ class Evaluation:
     equivariance_error: float  # of the logits under quarter turns, relative to the largest
     rotation: RotationCurve  # accuracy at every angle
     quality: Quality | None = None  # None: made by an older version
-    attention_entropy: dict[str, float] | None = None  # of α in each layer, 1 if uniform; None: as above
+    attention_entropy: dict[str, float] | None = None  # of α in each layer; None: made by an older version
 
     def __post_init__(self) -> None:
         """Checks that the counts in a file are consistent."""

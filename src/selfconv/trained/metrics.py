@@ -15,7 +15,7 @@ DRAWS = 20_000
 
 @dataclass(frozen=True)
 class ClassQuality:
-    """Of one class; None: not defined, since there is no such image or no such answer."""
+    """Measures of one class; None if undefined, because it has no image or was never predicted."""
 
     images: int
     precision: float | None
@@ -46,7 +46,7 @@ class Quality:
     calibration: list[CalibrationBin]
 
     def __post_init__(self) -> None:
-        """It may have been read from a file."""
+        """Checks the values, which may come from a file."""
         numbers = [self.balanced_accuracy, self.calibration_error, self.roc_auc]
         numbers += [*self.accuracy_interval, *self.balanced_accuracy_interval]
         numbers += [v for c in self.classes.values() for v in (c.precision, c.recall, c.f1, c.roc_auc)]

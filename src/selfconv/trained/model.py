@@ -123,7 +123,7 @@ class TrainedModel:
         # grey files in colour and the reverse, as predict reads them; other channels are as they are
         channels = self.data.in_channels if self.data.in_channels in (1, 3) else None
         try:
-            data = open_data(config, channels=channels)  # in groups, so that a folder that has moved is known
+            data = open_data(config, channels=channels)  # with group_by: a moved folder has its digest
         except GroupError:
             data = open_data(config.replaced("data", group_by=None), channels=channels)
         (ours, theirs) = (_classes_and_channels(info) for info in (self.data, DataInfo.of(data)))
@@ -157,8 +157,8 @@ class TrainedModel:
         seen = Run(self.run_folder).seen_images
         if seen is None:
             warnings.warn(
-                f"{self.name}: a run of an earlier version, without hashes of its images: any of {data.name} "
-                "that it was trained on count as test images",
+                f"{self.name}: an earlier version made this run, without hashes of its images: training "
+                f"images in {data.name} cannot be told from test images",
                 stacklevel=3,
             )
             return split
@@ -314,7 +314,7 @@ def _check_images(model: ResNet, info: DataInfo, folder: Path) -> None:
     for module in on_meta.modules():
         module.register_forward_hook(measure)
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of sizes that are not exact: the model itself will
+        warnings.simplefilter("ignore")  # about inexact sizes: the model itself warns on its first real call
         on_meta(torch.empty(1, info.in_channels, info.size, info.size, device="meta"))
     needed, memory = MAPS_AT_A_TIME * largest, machine_memory()
     if needed > memory:

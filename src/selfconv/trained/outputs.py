@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from selfconv.data import Batches, DataInfo, Split
 
 BATCH_SIZE = 256
-BATCH_PIXELS = BATCH_SIZE * 64 * 64  # of larger images a batch has fewer
+BATCH_PIXELS = BATCH_SIZE * 64 * 64  # limits the batch size for images above 64×64
 
 
 @torch.inference_mode()

@@ -25,7 +25,7 @@ from selfconv.data import (
 from selfconv.trained.model import TrainedModel, warn_of_clipping
 from selfconv.trained.outputs import logits
 
-FILES, PIXELS = 128, 2**24  # to be read at a time, at most: answers come after each batch
+FILES, PIXELS = 128, 2**24  # limits of a batch, after which its predictions are yielded
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def predict_each(
     watch: Callable[[int, int], None] | None = None,
     see: Callable[[Prediction, Tensor], None] | None = None,
 ) -> Iterator[Prediction | DataError]:
-    """The answers of ``predict`` as they come, and the error in place of one for a file that cannot be read.
+    """Yields a Prediction per image as soon as it is computed, and a DataError per file that cannot be read.
 
     Args:
         watch: called with the number of files that are done and of all.

@@ -54,21 +54,26 @@ class PredictionTable:
         wrong = self.mistakes()
         shown = wrong[:SHOWN]
         rows = max(1, math.ceil(len(shown) / COLUMNS))
-        figure = Figure(figsize=(1.7 * COLUMNS, 2.1 * rows + 0.6), layout="constrained")
+        width, height = 1.1, 1.4  # of a cell, in which an image has a side of 1, below two lines of text
+        figure = Figure(figsize=(1.6 * COLUMNS * width, 1.6 * rows * height + 0.5))
         title = f"{escape_for_terminal(data)}: {len(wrong)} of {len(self.split)} images answered wrongly"
         if len(wrong) > SHOWN:
             title += f"; the {SHOWN} most confident"
         figure.suptitle(title, parse_math=False)
+        axes = figure.add_axes((0, 0, 1, 1 - 0.5 / figure.get_figheight()))  # one for all: each takes 50 ms
+        axes.axis("off")
         for place, index in enumerate(shown.tolist()):
-            axes = figure.add_subplot(rows, COLUMNS, place + 1)
+            left, top = width * (place % COLUMNS) + 0.05, height * (place // COLUMNS) + 0.35
             image = self.split.read(torch.tensor([index], device=self.split.device))[0].cpu()
             picture = image[: visible_channels(len(image))].float() / self.split.levels
-            axes.imshow(picture.permute(1, 2, 0).numpy(), cmap="gray", vmin=0, vmax=1)
-            axes.axis("off")
+            extent = (left, left + 1, top + 1, top)
+            axes.imshow(picture.permute(1, 2, 0).numpy(), cmap="gray", vmin=0, vmax=1, extent=extent)
             probability, answer = self.probabilities[index].max(0)
             names = [self._short(int(c)) for c in (self.split.labels[index], answer)]
             text = f"{names[0]}\ntaken for {names[1]}, {float(probability):.0%}"
-            axes.set_title(text, fontsize=8, parse_math=False)
+            where = {"ha": "center", "va": "bottom"}
+            axes.text(left + 0.5, top - 0.04, text, fontsize=8, parse_math=False, **where)
+        axes.set(xlim=(0, width * COLUMNS), ylim=(height * rows, 0))
         return figure
 
     def _short(self, label: int) -> str:

@@ -153,7 +153,7 @@ def read_members(path: Path, folder: str, wanted: set[str]) -> dict[str, bytes]:
 
 
 class _Unzipped(gzip.GzipFile):
-    """Ends in an error once more than ARCHIVE_LIMIT bytes were read, whatever tarfile reads them for."""
+    """Raises DataError once more than ARCHIVE_LIMIT bytes were decompressed, headers included."""
 
     def read(self, size: int | None = -1) -> bytes:
         data = super().read(size)

@@ -128,5 +128,5 @@ def _open(url: str, have: int, part: Path) -> HTTPResponse:
 def _read(response: HTTPResponse) -> bytes:
     try:
         return response.read1(1 << 18)
-    except (HTTPException, OSError) as error:  # apart from the file's OSErrors, which no attempt mends
+    except (HTTPException, OSError) as error:  # retried, unlike errors of writing the file
         raise _CutOffError(str(error)) from error

@@ -147,7 +147,7 @@ def _scan(root: Path) -> dict[str, Files]:
     if ignored:
         first = ignored[0].relative_to(root)
         warnings.warn(
-            f"{root}: {len(ignored)} entries that are not images ignored, {first} first", stacklevel=5
+            f"{root}: ignored {len(ignored)} entries that are not images; the first is {first}", stacklevel=5
         )
     return parts
 
@@ -178,8 +178,8 @@ def _scan_classes(root: Path, folders: list[Path], ignored: list[Path]) -> Files
     if deeper:
         first, name = deeper[0]
         warnings.warn(
-            f"{root}: {len(deeper)} images are in folders within the folder of a class and count for it, "
-            f"{first.relative_to(root)} for {name!r} first",
+            f"{root}: {len(deeper)} images are in subfolders of a class folder and belong to that class; the "
+            f"first is {first.relative_to(root)} (class {name!r})",
             stacklevel=6,
         )
     return classes

@@ -87,8 +87,8 @@ def load_digits(*, image_size: int | None, seed: int, validation: float) -> Data
 def enlarge(counts: NDArray[np.uint8]) -> Images:
     """Counts 0..16 [N, 8, 8] as grey images [N, 16, 16, 1], by bilinear interpolation.
 
-    At twice the size its weights are 3/4 and 1/4 along each side, so integers do: exact on every machine,
-    and it commutes with flips and quarter turns.
+    At twice the size its weights are 3/4 and 1/4 along each side, so integers suffice: the result
+    is the same on every machine, and commutes with flips and quarter turns.
     """
     sums = counts.astype(np.int64)
     for axis in (1, 2):

@@ -364,6 +364,7 @@ class PreparedForward:
         return (
             type(packed) is Tensor
             and packed.dtype == table.dtype
+            and packed.dtype in (torch.float32, torch.float64)  # the tables may have been cast to others
             and packed.device.type == table.device.type == "cpu"
             and not (packed.requires_grad and torch.is_grad_enabled())
             and not torch.compiler.is_compiling()

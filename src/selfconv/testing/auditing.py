@@ -22,7 +22,7 @@ from selfconv.testing.errors import (
     largest,
     resampling_error,
 )
-from selfconv.testing.judging import as_function, judged, output_error, turned
+from selfconv.testing.judging import judged, output_error, turned
 from selfconv.testing.kinds import FeaturesOn, Kind, check_kinds, default_kind, fits, is_sequence
 from selfconv.testing.layer_runs import Images, look_away, record, run_observed
 from selfconv.testing.waves import Waves
@@ -338,12 +338,12 @@ def symmetric_sizes(
             calls, _ = record(model, images(n)[0])
         except Exception:  # too small for the network, for example
             return False
-        rules = [(sampling(call.module), as_function(call)[0]) for call in calls.values()]
+        rules = [(sampling(call.module), call.only_input()) for call in calls.values()]
         return all(
             (side + 2 * rule[2] - rule[0]) % rule[1] == 0
-            for rule, x in rules
-            if rule and x is not None
-            for side in x.shape[-axes:]
+            for rule, given in rules
+            if rule and given
+            for side in given[1].shape[-axes:]
         )
 
     near = sorted(range(max(1, size - 8), size + 9), key=lambda n: abs(n - size))

@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from selfconv.groups import Group
 from selfconv.testing.actions import Actions
 from selfconv.testing.errors import (
-    Function,
     as_tensor,
     default_tolerance,
     element_error,
@@ -27,18 +25,18 @@ from selfconv.testing.errors import (
 from selfconv.testing.kinds import Kind, default_kind, transform
 from selfconv.testing.layer_runs import (
     END,
+    FirstRun,
     Images,
     Key,
     LayerCall,
     Observer,
     Stage,
     record,
-    returned,
+    replacing,
     run_observed,
 )
-from selfconv.testing.moves import permuted
 from selfconv.testing.rounding import EXACT, MARGIN, coarsest, explore, rounding_effect
-from selfconv.testing.shifting import ShiftReport, ShiftTest
+from selfconv.testing.shifts import ShiftReport, ShiftTest, permuted
 from selfconv.testing.windows import sampling
 
 BETWEEN = "its input does not turn with the image: a function before it, outside any layer, breaks it"
@@ -63,11 +61,11 @@ class _Judge:
         self.shifted = ShiftReport()
         self._found: dict[str, Callable[[], str]] = {}  # who broke, and how to find out why, after all runs
 
-    def limit(self, key: Key, stage: Stage, place: int | None = None) -> float:
-        """The largest error that counts as rounding: of the value at a place, or of any there."""
+    def limit(self, key: Key, stage: Stage, i: int | None = None) -> float:
+        """The largest error that counts as rounding: of tensor i there, or of any."""
         dtypes = self.rounded.get((key, stage), [])
-        if place is not None:
-            dtypes = dtypes[place : place + 1]
+        if i is not None:
+            dtypes = dtypes[i : i + 1]
         dtype = coarsest(dtypes)
         return self.tolerance if dtype == EXACT else max(self.tolerance, default_tolerance(dtype))
 
@@ -87,25 +85,15 @@ class _Judge:
             None  # who rearranged features, and what to say if it matters
         )
         self.inexact: set[Key] = set()  # calls whose input is rearranged
-        self.inputs: dict[Key, list[tuple[Any, Any, Any]]] = {}  # as given, exact, and as passed to the layer
-        return self.observe
+        return replacing(self.calls, self._all_exact)
 
-    def observe(
-        self, key: Key, module: nn.Module, stage: Stage, leaves: list[Any], spec: TreeSpec
-    ) -> list[Any] | None:
-        call = self.calls.get(key)
-        if call is None or len(call.leaves[stage]) != len(leaves):
-            return None  # the network goes another way with this image
+    def _all_exact(self, key: Key, stage: Stage, leaves: list[Any]) -> list[Any]:
+        call = self.calls[key]
         constant = call.constant.get(stage) or [False] * len(leaves)
         triples = enumerate(zip(leaves, call.leaves[stage], constant, strict=True))
-        exact = [self._exact(key, stage, place, *x) for place, x in triples]
-        if stage == "input":
-            passed = [e.clone() if e is not leaf else leaf for leaf, e in zip(leaves, exact, strict=True)]
-            self.inputs[key] = list(zip(leaves, exact, passed, strict=True))
-            return passed
-        return returned(leaves, exact, self.inputs.pop(key, []))
+        return [self._exact(key, stage, i, *x) for i, x in triples]
 
-    def _exact(self, key: Key, stage: Stage, place: int, leaf: Any, original: Any, constant: bool) -> Any:
+    def _exact(self, key: Key, stage: Stage, i: int, leaf: Any, original: Any, constant: bool) -> Any:
         """Judges one tensor; returns what should be in its place, or itself where nobody can say."""
         if not (isinstance(leaf, Tensor) and isinstance(original, Tensor) and leaf.is_floating_point()):
             return leaf
@@ -114,7 +102,7 @@ class _Judge:
         error = min(found, key=lambda e: math.inf if math.isnan(e) else e)
         exact: Tensor = candidates[found.index(error)]
         breach = (self.calls[key].name, partial(self._reason, key, stage, self.s))
-        tolerance = self.limit(key, stage, place)
+        tolerance = self.limit(key, stage, i)
         if error <= tolerance:
             if not constant and bool(leaf.any()):
                 self.suspect = None
@@ -210,8 +198,8 @@ def judged(
     for s in (s for s in group if group.exact[s]):
         judge.judge_output(run_observed(model, turned(x, s, group, inputs), judge.start(s)), y, kinds)
     moving = [kind != "invariant" and t.dim() > actions.axes for t, kind in zip(x, inputs, strict=True)]
-    shifts = ShiftTest(model, x, moving, calls, y, kinds, axes=actions.axes, limit=judge.limit)
-    judge.conclude(shifts.run())
+    first = FirstRun(model, x, moving, calls, y, kinds, actions.axes)
+    judge.conclude(ShiftTest(first, judge.limit).run())
     return judge, y, kinds
 
 
@@ -236,33 +224,18 @@ def output_error(
     return largest(output_errors(output, original, s, actions, kinds))
 
 
-def as_function(call: LayerCall) -> tuple[Tensor | None, Function]:
-    """A layer's only tensor, and the layer as a function of it; no tensor if there are several."""
-    leaves = call.leaves["input"]
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-
-    def function(x: Tensor) -> Tensor:
-        changed = [x.clone() if i in places else leaf for i, leaf in enumerate(leaves)]
-        args, kwargs = tree_unflatten(changed, call.spec)
-        output: Tensor = call.module(*args, **kwargs)
-        return output
-
-    single = len(places) == 1 and leaves[places[0]].is_floating_point()
-    return (leaves[places[0]] if single else None), function
-
-
 def _off_centre(call: LayerCall, actions: Actions, tolerance: float) -> str | None:
     """How a layer samples off centre, if that is all that keeps it from being equivariant."""
-    rule, (x, function), axes = sampling(call.module), as_function(call), actions.axes
-    if rule is None or x is None or x.dim() < 2 + axes:
+    rule, given, axes = sampling(call.module), call.only_input(), actions.axes
+    if rule is None or given is None or given[1].dim() < 2 + axes:
         return None
-    k, stride, padding = rule
+    (i, x), (k, stride, padding) = given, rule
     sides = x.shape[-axes:]
     left = [(n + 2 * padding - k) % stride for n in sides]
     if not any(left) or min(sides) <= max(left):
         return None
     cut: list[Any] = [slice(n - more) for n, more in zip(sides, left, strict=True)]
-    if not _error(function, x[(..., *cut)], actions) <= tolerance:
+    if not _error(lambda t: call.run({i: t}), x[(..., *cut)], actions) <= tolerance:
         return None
     parity = "even" if sides[0] % 2 == 0 else "odd"
     where = f"map ({'x'.join(map(str, sides))})" if axes == 2 else f"sequence ({sides[0]})"
@@ -273,16 +246,16 @@ def _off_centre(call: LayerCall, actions: Actions, tolerance: float) -> str | No
     )
 
 
-def _tensors(output: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
-
-
-def _error(function: Function, x: Tensor, actions: Actions) -> float:
+def _error(function: Callable[[Tensor], list[Any]], x: Tensor, actions: Actions) -> float:
     """The largest error of a layer under the exact elements, for what its features may be."""
-    outputs = _tensors(function(x))
+
+    def tensors(x: Tensor) -> list[Tensor]:
+        return [leaf for leaf in function(x) if isinstance(leaf, Tensor)]
+
+    outputs = tensors(x)
 
     def error(s: int) -> float:
-        pairs = zip(_tensors(function(actions.candidates(x, s)[0])), outputs, strict=True)
+        pairs = zip(tensors(actions.candidates(x, s)[0]), outputs, strict=True)
         return largest(
             min(relative_error(found, candidate) for candidate in actions.candidates(y, s))
             for found, y in pairs

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfconv.testing.errors import as_tensor, judgeable, largest, shift_error
+from selfconv.testing.errors import largest, shift_error
 from selfconv.testing.layer_runs import (
     END,
     Key,
@@ -19,6 +19,7 @@ from selfconv.testing.layer_runs import (
     replacing,
     run_observed,
 )
+from selfconv.testing.leaves import as_tensor, judgeable
 from selfconv.testing.shifts.motion import GIVEN, Motion
 from selfconv.testing.shifts.moves import tiled
 from selfconv.testing.windows import largest_dilation, sampling
@@ -56,7 +57,7 @@ def _copies(x: Tensor) -> int:
 def _interior_error(motion: Motion, key: Key, copies: Callable[[Tensor], int]) -> float | None:
     call, axes = motion.first.calls[key], motion.first.axes
     given, outputs = call.only_input(), call.tensors("output")
-    if given is None or not outputs:
+    if given is None or not outputs or not all(t.numel() for t in (given[1], *outputs.values())):
         return None
     (at, x), rule = given, sampling(call.module)
     stride = rule[1] if rule else 1

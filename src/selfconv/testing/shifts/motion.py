@@ -79,7 +79,8 @@ class Motion:
             n = t.shape[axes[-1]]
             likely = self.shift * n / self.side
             more = [round(likely)] if n > self.side else []
-            found += [Move(axes, c) for c in sorted({*cells, *more}, key=lambda c, at=likely: abs(c - at))]  # type: ignore[misc]
+            chosen = {c for c in (*cells, *more) if n <= 1 or c % n}  # by n cells, nothing would move
+            found += [Move(axes, c) for c in sorted(chosen, key=lambda c, at=likely: abs(c - at))]  # type: ignore[misc]
         return [*found, STILL]
 
     def note(self, place: Place, after: Tensor) -> float:

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from selfconv.testing.errors import as_tensor, judgeable
 from selfconv.testing.layer_runs import END, FirstRun, Key, Place, Stage, replacing, run_observed
+from selfconv.testing.leaves import as_tensor, judgeable
 from selfconv.testing.shifts.borders import error_away_from_the_border, errors_between, interior_error
 from selfconv.testing.shifts.motion import GIVEN, Limit, Motion
 from selfconv.testing.shifts.moves import STILL
@@ -28,7 +28,13 @@ class ShiftReport:
 
     errors: dict[Key, float | None] = field(default_factory=dict)  # of layers; None where none was measured
     faults: dict[str, str] = field(default_factory=dict)  # by name of a layer: why it breaks
+    excess: dict[str, tuple[float, Key, Stage]] = field(default_factory=dict)  # by the same name: the error
     untested: list[str] = field(default_factory=list)  # where nothing could be compared
+    compared: bool = False  # whether a layer or an output was
+
+    def fault(self, name: str, reason: str, error: float, key: Key, stage: Stage) -> None:
+        self.faults.setdefault(name, reason)
+        self.excess.setdefault(name, (error, key, stage))
 
 
 class ShiftTest:
@@ -79,6 +85,8 @@ class ShiftTest:
                 self.inexact[place] = after
             elif self.motion.moves[place] is None:
                 self.report.untested.append(END[0][0])
+            else:
+                self.report.compared |= after.numel() > 0
 
     def _all_moved(self, key: Key, stage: Stage, leaves: list[Any]) -> list[Any]:
         moved = [self._moved(key, stage, i, leaf) for i, leaf in enumerate(leaves)]
@@ -117,7 +125,7 @@ class ShiftTest:
         error = max((self.motion.error(p, leaves[p[2]]) for p in places if p in moves), default=0.0)
         if None in inputs and not error <= self.limit(key, "output", None):
             if any(base.__module__.startswith("torch.nn") for base in type(call.module).__mro__[:-2]):
-                self.report.faults.setdefault(self.rearranged_before or call.name, PLACES)
+                self.report.fault(self.rearranged_before or call.name, PLACES, error, key, "output")
                 self.report.errors[key] = error
             else:
                 self.report.untested.append(call.name)
@@ -142,13 +150,15 @@ class ShiftTest:
             if error is None:
                 self.report.untested.append(name)
         self.report.errors[key] = error
+        self.report.compared |= error is not None
         if error is not None and not error <= limit:
-            self.report.faults.setdefault(name, PLACES)
+            self.report.fault(name, PLACES, error, key, "output")
 
     def _conclude_between(self) -> None:
         for place, error in errors_between(self.motion, self.inexact).items():
             name = self.first.name(place[0])
+            self.report.compared |= error is not None
             if error is None:
                 self.report.untested.append(name)
             elif not error <= self.limit(*place):
-                self.report.faults.setdefault(name, BETWEEN if place[1] == "input" else AFTER)
+                self.report.fault(name, BETWEEN if place[1] == "input" else AFTER, error, *place[:2])

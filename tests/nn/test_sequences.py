@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def test_layers_of_maps_take_sequences(name: str, group: str | Group) -> None:
         assert torch.equal(kept, kept[:, :, :1].expand_as(kept))
         assert 0 < kept.double().mean() < 1
     elif len(g) == 2:
-        outputs = "invariant" if pools else "group sequence"
+        outputs: Any = "invariant" if pools else "group sequence"
         assert max(equivariance_error(layer, x, g, inputs="group sequence", outputs=outputs)) < 1e-10
     assert torch.autograd.gradcheck(layer, (x.requires_grad_(),))
 

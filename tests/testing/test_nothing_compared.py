@@ -183,7 +183,7 @@ def test_audits_of_nothing_are_refused() -> None:
             "input_size: expected one at which features can be shifted; got 1, too small for the model",
         ),
     ):  # fmt: skip
-        refused(lambda: audit(model, size, **options), message)  # type: ignore[arg-type] # noqa: B023
+        refused(lambda: audit(model, size, **options), message)  # noqa: B023
 
 
 @pytest.mark.parametrize(

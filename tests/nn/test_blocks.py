@@ -59,6 +59,12 @@ def plane_by_plane(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return function(x) if x.dim() == 4 else torch.stack([function(plane) for plane in x.unbind(2)], 2)
 
 
+def assert_turns(layer: nn.Module, x: Tensor, group: Group) -> None:
+    """On z2 nothing turns."""
+    if len(group) > 1:
+        assert_equivariant(layer, x, group)
+
+
 # ---- upsampling ----
 
 
@@ -71,7 +77,7 @@ def test_upsampling_is_torchs_on_each_plane_and_equivariant(
     x = layout(features(group, size))
     torchs = plane_by_plane(lambda maps: F.interpolate(maps, scale_factor=float(factor), mode=mode), x)
     torch.testing.assert_close(layer(x), torchs, rtol=0, atol=1e-12)
-    assert_equivariant(layer, x, group)
+    assert_turns(layer, x, group)
 
 
 def test_interpolate_with_one_factor_enlarges_the_group_axis() -> None:
@@ -124,7 +130,7 @@ def test_pooling_is_torchs_on_each_plane(
     expected = plane_by_plane(lambda maps: torchs(maps, kernel_size, stride, padding), x)
     torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-12)
     if all((n + 2 * padding - kernel_size) % stride == 0 for n in size):
-        assert_equivariant(layer, x, group)
+        assert_turns(layer, x, group)
 
 
 def test_the_pooling_of_a_resnets_stem_is_exact_on_odd_sizes_only() -> None:
@@ -326,7 +332,7 @@ def test_layer_norm_is_torchs_at_each_point(group: Group, size: tuple[int, int],
     torchs = nn.LayerNorm(3, eps=1e-3, dtype=torch.float64)
     torchs.load_state_dict(layer.state_dict())
     torch.testing.assert_close(layer(x), torchs(x.movedim(1, -1)).movedim(-1, 1), rtol=0, atol=1e-12)
-    assert_equivariant(layer, x, group)
+    assert_turns(layer, x, group)
 
 
 def test_instance_norm_is_a_group_norm_for_any_rank() -> None:

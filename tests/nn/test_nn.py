@@ -131,15 +131,21 @@ NOT_BAND_LIMITED = ("sasa", "sasa_exclude", "conv_valid")  # as they cannot be t
 LIFTING = (LiftingConv2d, LiftingSelfConv2d)
 every_layer = pytest.mark.parametrize("name", LAYERS)
 every_group = pytest.mark.parametrize("group", [*ALL_GROUPS, C2], ids=str)
-every_layer_and_group = pytest.mark.parametrize(
-    ("name", "group"),
-    [
-        pytest.param(name, group, id=f"{name}-{group}")
-        for group in (*ALL_GROUPS, C2)
-        for name in LAYERS
-        if not (get_group(group).band_limited and name in NOT_BAND_LIMITED)
-    ],
-)
+LAYERS_AND_GROUPS = [
+    (name, group)
+    for group in (*ALL_GROUPS, C2)
+    for name in LAYERS
+    if not (get_group(group).band_limited and name in NOT_BAND_LIMITED)
+]
+
+
+def on_pairs(pairs: list[tuple[str, str | Group]]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        ("name", "group"), [pytest.param(name, group, id=f"{name}-{group}") for name, group in pairs]
+    )
+
+
+every_layer_and_group = on_pairs(LAYERS_AND_GROUPS)
 
 
 def features(
@@ -150,7 +156,7 @@ def features(
     return torch.randn(2, 4, *axis, *size, dtype=dtype)
 
 
-@every_layer_and_group
+@on_pairs([(name, group) for name, group in LAYERS_AND_GROUPS if len(get_group(group)) > 1])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 def test_equivariant_to_every_element(name: str, group: str | Group, dtype: torch.dtype) -> None:
     layer = LAYERS[name](group=group, dtype=dtype)

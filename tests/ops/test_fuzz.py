@@ -391,7 +391,8 @@ def compare_layers(stack: Stack) -> None:
     }
     tolerance = 10 * TOLERANCE[stack.dtype]
     assert_close(stack_gradients(module, x), expected, tolerance, doubt)
-    if stack.batch:
+    turns = len(get_group(stack.group)) > 1 and x[:1, :1].numel() > 1  # an image of one pixel does not
+    if stack.batch and turns:
         assert_equivariant(module, x, stack.group, tolerance)
 
 

@@ -138,6 +138,22 @@ def window(x: Tensor) -> Tensor:
     return F.avg_pool2d(F.pad(x, (2, 2, 2, 2)), 5, 1)
 
 
+class Scale(nn.Module):
+    def forward(self, x: Tensor, factor: float) -> Tensor:
+        return x * factor
+
+
+class ComputedNumber(nn.Module):
+    """A layer with an argument that is another object in each run, after a function with a border."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = Scale()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale(window(x), x.shape[-1] / 3)
+
+
 CORRECT: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "a window between the layers": (lambda: Between(window, *convs()), 8),
     "borders in a mean": (lambda: nn.Sequential(Pools(), nn.Linear(4, 5)), 8),
@@ -146,6 +162,7 @@ CORRECT: dict[str, tuple[Callable[[], nn.Module], int]] = {
     ),
     "a context": (lambda: Between(lambda x: x * x.mean((2, 3), keepdim=True), *convs()), 9),
     "a skip connection": (Skip, 12),
+    "a computed number": (ComputedNumber, 9),
     "channels last": (
         lambda: Between(lambda x: x.movedim(1, -1).contiguous(), nn.Conv2d(3, 4, 3, padding=1), Last()), 9
     ),

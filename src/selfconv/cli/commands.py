@@ -203,6 +203,7 @@ def audit(
     group: str | None = None,
     downsample: Literal["stride", "pool"] | None = None,
     stem: Literal["conv", "pool4"] | None = None,
+    between: float | None = None,
 ) -> None:
     """Check layer by layer whether a network is equivariant; exit code 1 if it is not.
 
@@ -212,6 +213,7 @@ def audit(
         group: Name of the group; by default the model's group.
         downsample: Downsampling of convolutions; by default the model's.
         stem: First layers; by default the model's.
+        between: Largest error that passes under turns between the pixels, relative to the output's deviation.
     """
     from selfconv.models import create_model, list_models
     from selfconv.testing import audit as audit_model
@@ -227,7 +229,8 @@ def audit(
         raise ValueError(f"--downsample and --stem need the name of a model; got the trained model {model}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # size warnings; the audit reports sizes itself
-        result = audit_model(network, size, group, in_channels=network.config["in_channels"])
+        channels = network.config["in_channels"]
+        result = audit_model(network, size, group, in_channels=channels, between=between)
     print_table(result.table())
     if not result.passed:
         raise SystemExit(1)

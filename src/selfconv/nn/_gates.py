@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfconv.groups import Group, get_group
-from selfconv.nn._layout import check_features, check_sizes
+from selfconv.nn._layout import check_features, check_sizes, is_sequence
 from selfconv.ops import check_probability
 
 
@@ -19,9 +19,10 @@ class SqueezeExcite(nn.Module):
         squeeze(f) = σ(W_1 ReLU(W_2 (1/|G|) Σ_h f(h))),   f'_c(g) = f_c(g) squeeze_c(f)
 
     W_2 (``reduce``) maps the channels to channels / reduction, W_1 (``expand``) maps them back; both have a
-    bias. Shapes: ``[N, C, |H|, h, w]``, on z2 ``[N, C, h, w]``, the output has the same shape. The gate is
-    invariant to ``group``, so the layer is equivariant to it. It is equivariant to shifts to the extent that
-    the mean over the map is invariant.
+    bias. Shapes: ``[N, C, |H|, h, w]``, on z2 ``[N, C, h, w]``, the output has the same shape; also sequences
+    ``[N, C, |H|, L]``, on z2 ``[N, C, L]``, if the group maps rows to rows. The gate is invariant to
+    ``group``, so the layer is equivariant to it. It is equivariant to shifts to the extent that the mean over
+    the map is invariant.
     """
 
     def __init__(
@@ -43,6 +44,8 @@ class SqueezeExcite(nn.Module):
         self.expand = nn.Linear(hidden, channels, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        if is_sequence(x, self.channels, self.group):
+            return self.forward(x.unsqueeze(-2)).squeeze(-2)
         check_features("SqueezeExcite", x, self.channels, self.group)
         gate = torch.sigmoid(self.expand(torch.relu(self.reduce(x.mean(tuple(range(2, x.dim())))))))  # [N, C]
         return x * gate.reshape(*gate.shape, *(1,) * (x.dim() - 2))
@@ -61,7 +64,8 @@ class GroupDropout(nn.Module):
         point     y_c(R, x) = f_c(R, x) m_c(x)       one draw for each image, channel and place
 
     m is 0 with probability ``p`` and 1 / (1 − p) otherwise. Shapes: ``[N, C, |H|, h, w]``, on z2 ``[N, C, h,
-    w]``; the output has the same shape.
+    w]``; the output has the same shape; also sequences ``[N, C, |H|, L]``, on z2 ``[N, C, L]``, if the group
+    maps rows to rows.
 
     Equivariance of a random layer can mean two things. *For the same mask*: layer(L_S[f]; m) = L_S[layer(f;
     m)], the layer is an equivariant function for every mask; "channel" has this property, for ``group`` and
@@ -80,6 +84,8 @@ class GroupDropout(nn.Module):
         self.group = get_group(group)
 
     def forward(self, x: Tensor) -> Tensor:
+        if is_sequence(x, None, self.group):
+            return self.forward(x.unsqueeze(-2)).squeeze(-2)
         check_features("GroupDropout", x, None, self.group)
         if not self.training or self.p == 0:
             return x

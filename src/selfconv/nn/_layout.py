@@ -54,12 +54,17 @@ def check_features(
         raise ValueError(f"{module} expects maps of 1×1 or more; got shape {list(x.shape)}")
 
 
-def is_sequence(x: Tensor, channels: int, group: Group) -> bool:
-    """Whether features are sequences, maps of one row without its axis: [N, C, L] on z2, [N, C, |H|, L]."""
+def is_sequence(x: Tensor, channels: int | None, group: Group) -> bool:
+    """Whether features are sequences, maps of one row without its axis: [N, C, L] on z2, [N, C, |H|, L].
+
+    Args:
+        channels: by default any number.
+    """
     if not isinstance(x, Tensor):
         return False  # check_features refuses it
     axis = () if len(group) == 1 else (len(group),)
-    return group.keeps_axes and x.dim() == 3 + len(axis) and x.shape[1:-1] == (channels, *axis)
+    fits = x.dim() == 3 + len(axis) and x.shape[2:-1] == axis and x.shape[-1] > 0
+    return group.keeps_axes and fits and channels in (None, x.shape[1])
 
 
 def channels_innermost(x: Tensor) -> bool:

@@ -15,6 +15,7 @@ from selfconv.nn._layout import (
     channels_to_front,
     check_features,
     check_sizes,
+    is_sequence,
     on_folded,
 )
 from selfconv.ops import is_whole
@@ -108,6 +109,8 @@ class GroupPool(_Pool):
 class GlobalPool(_Pool):
     """Mean or maximum over space and group: ``[N, C, |H|, h, w] -> [N, C]``. Invariant to ``group``.
 
+    Also of sequences ``[N, C, |H|, L]``, on z2 ``[N, C, L]``, if the group maps rows to rows.
+
     ``"group_max"`` is the mean over space and then the maximum over the group.
     """
 
@@ -119,6 +122,8 @@ class GlobalPool(_Pool):
         super().__init__(mode, group=group)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
+        if is_sequence(x, None, self.group):
+            return self.forward(x.unsqueeze(-2))
         check_features("GlobalPool", x, None, self.group)
         if self.mode == "group_max":
             means = x.mean((-2, -1))

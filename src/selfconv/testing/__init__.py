@@ -12,6 +12,9 @@ influence, and the error is the root mean square of the difference inside the ma
 deviation of the output. ``resampling_error`` measures the error of interpolation alone; ``centre_error`` and
 ``audit`` do not interpolate.
 
+Where nothing would be compared, as for an empty batch or an output that does not depend on x, the functions
+raise a ValueError that says so: an error of 0 is one of something.
+
 The rank of a tensor determines its kind: ``[N, C, |H|, h, w]`` are features on the group, ``[N, C, h, w]``
 are planar features (each channel transforms like an image), tensors of rank 6 and 7 are attention weights,
 and tensors of lower rank are expected to be invariant. ``equivariance_error``, ``assert_equivariant`` and

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from selfconv.groups import Group, get_group
@@ -68,10 +70,16 @@ class Actions:
             return self._plain(y, s)  # the group has no axis: the last axes are a map or a row
         return transform(y, s, self.group, default)
 
-    def candidates(self, x: Tensor, s: int) -> list[Tensor]:
-        """What L_S[x] may be, the usual first."""
+    def candidates(self, x: Tensor, s: int, field_type: Any = None) -> list[Tensor]:
+        """What L_S[x] may be, the usual first.
+
+        Args:
+            field_type: of x as a geometric tensor of escnn, which says what it is.
+        """
         if len(self.group) == 1:
             return [x]
+        if field_type is not None and (field := self._field(x, s, field_type)) is not None:
+            return [field]
         weights = fits(x, self.group, self._attention)
         found = [transform(x, s, self.group, self._attention)] if weights else []
         found += self._on_larger(x, s, self._attention)
@@ -102,6 +110,17 @@ class Actions:
         if not self.sequences:
             return self.group.act_planar(x, s)
         return self.group.act_planar(x.unsqueeze(-2), s).squeeze(-2)
+
+    def _field(self, x: Tensor, s: int, field_type: Any) -> Tensor | None:
+        """By the representations of escnn's fields; None if their group does not contain the element."""
+        space = field_type.gspace
+        for element in space.fibergroup.elements or ():
+            (a, b), (c, d) = space.basespace_action(element).tolist()  # moves (x, y), y upwards
+            if self.group.index(((d, -c), (-b, a))) == s and x.dim() == 4:
+                blocks = [torch.as_tensor(r(element)).to(x) for r in field_type.representations]
+                fibers = torch.block_diag(*blocks)
+                return torch.einsum("oc,nchw->nohw", fibers, self.group.act_planar(x, s))
+        return None
 
     def _on_larger(self, x: Tensor, s: int, kind: Name) -> list[Tensor]:
         fitting = (g for g in self.larger if fits(x, g, kind))

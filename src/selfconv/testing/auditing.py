@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -13,19 +14,13 @@ from torch import Tensor, nn
 
 from selfconv.groups import Z2, Group, get_group
 from selfconv.ops import is_whole
-from selfconv.testing.actions import Actions
-from selfconv.testing.errors import (
-    as_tensor,
-    check_transforming,
-    default_tolerance,
-    judgeable,
-    largest,
-    resampling_error,
-)
-from selfconv.testing.judging import as_function, judged, output_error, turned
-from selfconv.testing.kinds import FeaturesOn, Kind, check_kinds, default_kind, fits, is_sequence
-from selfconv.testing.layer_runs import Images, look_away, record, run_observed
-from selfconv.testing.waves import Waves
+from selfconv.testing.between import between_error, smooth_input
+from selfconv.testing.checks import check_between, check_inputs, check_output, check_tolerance
+from selfconv.testing.errors import default_tolerance, largest
+from selfconv.testing.judging import Excess, Judge, judged, output_error, turned
+from selfconv.testing.kinds import FeaturesOn, Kind, check_kinds, is_sequence
+from selfconv.testing.layer_runs import END, Images, look_away, record, run_observed
+from selfconv.testing.leaves import judgeable, same
 from selfconv.testing.windows import sampling
 
 
@@ -57,6 +52,10 @@ class Audit:
     rounded: dict[str, torch.dtype] = field(default_factory=dict)  # where values have less than float64
     sequences: bool = False  # of length ``size``; or else maps
     untested: list[str] = field(default_factory=list)  # where shifts could not be compared
+    shifted: bool = True  # whether anything was compared under a shift
+    uncompared: list[str] = field(default_factory=list)  # layers and output that depend on no image
+    excess: dict[str, Excess] = field(default_factory=dict)  # by name, as in ``faults``: how large errors are
+    limit: float | None = None  # the largest error that passes for ``between``
 
     @property
     def passed(self) -> bool:
@@ -71,38 +70,64 @@ class Audit:
         return next(iter(self.faults.values()), None)
 
     def __str__(self) -> str:
-        lines = [f"{r.name}  {r.kind}  {r.shape}  {r.error:.1e}  {_shown(r.shift)}" for r in self.layers]
+        lines = [
+            f"{r.name}  {r.kind}  {r.shape}  {self._shown_error(r)}  {_shown(r.shift)}" for r in self.layers
+        ]
         return "\n".join([*lines, self.summary()])
 
+    @property
+    def _exact(self) -> bool:
+        """Whether an element besides the identity maps the grid to itself."""
+        return sum(self.group.exact) > 1
+
     def summary(self) -> str:
-        tested = [self.group.name] if len(self.group) > 1 else []
-        what = " and ".join([*tested, *(["shifts"] if not self.untested or not self.passed else [])])
-        if self.between is not None:
-            what = f"the exact elements of {what}"
         where = f"at length {self.size}" if self.sequences else f"at {self.size}x{self.size}"
-        if not self.passed:
-            advice = f"; sizes that would work: {_listed(self.sizes)}" if self.sizes else ""
-            return f"not equivariant to {what} {where}: {self.culprit}: {self.reason}{advice}"
-        if self.layers and all(layer.shift is None for layer in self.layers):
-            if len(self.group) == 1:
-                return f"not tested {where}: no map is large enough to shift"
-            what = f"{self.group.name} (shifts were not tested: no map is large enough)"
-        verdict = f"equivariant to {what} {where}: output error {self.error:.1e}"
+        if self.passed:
+            return self._verdict(where) + self._reservations()
+        what = " and ".join([*self._tested(), "shifts"])
+        measured = self.excess.get(self.culprit or "")
+        excess = f" ({measured})" if measured and math.isfinite(measured.error) else ""
+        advice = f"; sizes that would work: {_listed(self.sizes)}" if self.sizes else ""
+        return f"not equivariant to {what} {where}: {self.culprit}: {self.reason}{excess}{advice}"
+
+    def _tested(self) -> list[str]:
+        """What of the group was tested."""
+        if self._exact:
+            return [f"the exact elements of {self.group}" if self.group.band_limited else self.group.name]
+        return [] if self.limit is None else [f"{self.group} (within {self.limit:.1%})"]
+
+    def _verdict(self, where: str) -> str:
+        shifts = ["shifts"] if self.shifted and not self.untested else []
+        what = " and ".join(self._tested() + shifts)
+        if not what:
+            return f"no fault found {where}"
+        shift = max((layer.shift for layer in self.layers if layer.shift is not None), default=None)
+        measured = f": shift error {shift:.1e}" if shift is not None else ""
+        return f"equivariant to {what} {where}" + (
+            f": output error {self.error:.1e}" if self._exact else measured
+        )
+
+    def _reservations(self) -> str:
+        """What a verdict rests on, and what was not tested."""
+        text = ""
         if self.untested:
-            verdict = verdict if tested else f"no fault found {where}"
-            verdict += f"; shifts: not tested in {_some(self.untested)}"
+            text += f"; shifts: not tested in {_some(self.untested)}"
+        elif not self.shifted:
+            text += "; shifts: not tested, no map is large enough"
         if self.error > max([self.tolerance, *map(default_tolerance, self.rounded.values())]):
             worst = max((max(layer.input_error, layer.error) for layer in self.layers), default=0.0)
             grows = "" if self.rounded else "rounding that grows from layer to layer: "
-            verdict += f", {grows}each by itself is within {worst:.1e}"
+            text += f", {grows}each by itself is within {worst:.1e}"
         for dtype in dict.fromkeys(self.rounded.values()):
             places = [place for place, d in self.rounded.items() if d == dtype]
             name, tolerance = str(dtype).removeprefix("torch."), default_tolerance(dtype)
-            verdict += f"; passed with tolerance {tolerance:g}: {name} in {_some(places)}"
+            text += f"; passed with tolerance {tolerance:g}: {name} in {_some(places)}"
+        if self.uncompared:
+            text += f"; not compared: {_some(self.uncompared)}, the same for every image or no real numbers"
         if self.between is not None:
-            verdict += f"; between the pixels, on smooth images, {self.between:.1%} of its deviation"
-            verdict += f" (interpolation alone {self.resampling:.1%})" if self.resampling else ""
-        return verdict
+            text += f"; between the pixels, on smooth images, {self.between:.1%} of its deviation"
+            text += f" (interpolation alone {self.resampling:.1%})" if self.resampling else ""
+        return text
 
     def table(self) -> Any:
         """The result as a table for ``rich``."""
@@ -114,8 +139,11 @@ class Audit:
         for r in self.layers:
             style = "bold red" if r.name in self.faults else ""
             shape = "x".join(map(str, r.shape[1:]))
-            table.add_row(r.name, r.kind, shape, f"{r.error:.1e}", _shown(r.shift), style=style)
+            table.add_row(r.name, r.kind, shape, self._shown_error(r), _shown(r.shift), style=style)
         return table
+
+    def _shown_error(self, layer: LayerReport) -> str:
+        return _shown(layer.error if self._exact else None)
 
 
 def _listed(words: Sequence[object]) -> str:
@@ -140,6 +168,7 @@ def audit(
     inputs: Kind | Sequence[Kind] = "planar",
     outputs: Kind | Sequence[Kind] | None = None,
     tolerance: float = 1e-8,
+    between: float | None = None,
 ) -> Audit:
     """Tests each layer of a network separately, under every element of the group and a shift, in float64.
 
@@ -173,7 +202,16 @@ def audit(
         tolerance: the largest error of one layer that counts as rounding. Where values that depend on the
             input are computed in a lower precision than float64, the tolerance is that of
             ``assert_equivariant`` for their dtype, and the summary names the dtype and the layers.
+        between: the largest error of the output under elements between the pixels that passes, relative to
+            its deviation. By default any, except for groups in which no element but the identity maps the
+            grid to itself, such as rotations by 120°: they need it.
+
+    Raises:
+        ValueError: also where nothing would be compared: no element changes an image of this size, nothing
+            can be shifted, or the output is empty or, like all features, does not depend on the image.
     """
+    check_tolerance("tolerance", tolerance)
+    check_tolerance("between", between)
     if not is_whole(input_size) or input_size < 1:
         raise ValueError(f"input_size: expected a positive number of pixels; got {input_size!r}")
     group = default_group(model) if group is None else get_group(group)
@@ -185,6 +223,8 @@ def audit(
     channels = [given] * len(of_input) if isinstance(given, int) else list(given)
     if len(channels) != len(of_input):
         raise ValueError(f"in_channels: expected {len(of_input)} numbers for inputs={inputs}; got {given}")
+    if not all(is_whole(c) and c >= 1 for c in channels):
+        raise ValueError(f"in_channels: expected integers ≥ 1; got {given!r}")
     model = copy.deepcopy(model).double().eval()
     device = next((p.device for p in model.parameters()), None)
 
@@ -195,8 +235,13 @@ def audit(
         return tuple(pair[:2] for pair in pairs), tuple(pair[2:] for pair in pairs)
 
     x, _ = images(input_size)
-    check_transforming(of_input, x, group)
-    turned(x, 0, group, of_input)  # the group has to act on them
+    check_inputs(of_input, x, group)
+    smooth = [
+        smooth_input(kind, c, input_size, group, seed)
+        for seed, (kind, c) in enumerate(zip(of_input, channels, strict=True))
+        if group.band_limited
+    ]
+    _check_changing(x, smooth, group, of_input, input_size)
     axes = 1 if sequences else 2
     try:
         recorded = record(model, x)
@@ -208,6 +253,7 @@ def audit(
             + (str(refusal).partition("\n")[0] or type(refusal).__name__)
             + (f"; sizes that it takes: {_listed(sizes)}" if sizes else "")
         ) from refusal
+    check_output(judgeable(recorded[1]))
     options = group, tolerance, of_input, outputs
     judge, y, kinds = judged(model, images(input_size), *options, recorded=recorded)
     error = largest(
@@ -218,9 +264,14 @@ def audit(
         if group.exact[s]
     )
     judge.conclude_output(model, x, y, error, kinds)
-    between, resampling = None, 0.0
-    if group.band_limited and of_input == ["planar"]:
-        between, resampling = between_error(model, channels[0], input_size, judge.actions, device, kinds)
+    off_grid, resampling = None, 0.0
+    if group.band_limited:
+        off_grid, resampling = between_error(model, smooth, judge.actions, device, kinds)
+        check_between(group, between, off_grid)
+        judge.conclude_between(off_grid, between)
+    uncompared = judge.uncompared()
+    if not judge.faults:
+        _check_compared(judge, uncompared, input_size)
     layers = [
         LayerReport(
             call.name,
@@ -244,12 +295,44 @@ def audit(
         error,
         judge.faults,
         sizes,
-        between,
+        off_grid,
         resampling,
         judge.raised(),
         sequences,
         judge.shifted.untested,
+        judge.shifted.compared,
+        uncompared,
+        judge.excess,
+        between if group.band_limited else None,
     )
+
+
+def _check_changing(
+    x: Images, smooth: Sequence[Callable[[int], Tensor]], group: Group, kinds: list[Kind | None], size: int
+) -> None:
+    """Whether some element changes the inputs: on maps of one pixel, none does."""
+
+    def changes(s: int) -> bool:
+        if group.exact[s]:
+            return not same(turned(x, s, group, kinds), x)
+        return not same([f(s) for f in smooth], [f(0) for f in smooth])
+
+    if not any(changes(s) for s in group) and len(group) > 1:
+        raise ValueError(
+            f"input_size: expected one at which an element of {group.name!r} changes the input; got {size}"
+        )
+
+
+def _check_compared(judge: Judge, uncompared: list[str], size: int) -> None:
+    layers = {call.name for call in judge.calls.values() if call.takes_features}
+    if {*layers, END[0][0]} <= {*uncompared}:
+        raise ValueError(
+            "expected a model whose output depends on its input; got the same output and features for others"
+        )
+    if len(judge.group) == 1 and not judge.shifted.compared:
+        raise ValueError(
+            f"input_size: expected one at which features can be shifted; got {size}, too small for the model"
+        )
 
 
 def default_group(model: nn.Module) -> Group:
@@ -288,46 +371,6 @@ def input_shape(kind: Kind | None, channels: int, size: int, group: Group) -> tu
     return shapes.get(kind, (channels, size, size))
 
 
-def between_error(
-    model: nn.Module,
-    channels: int,
-    size: int,
-    actions: Actions,
-    device: torch.device | None,
-    kinds: list[Kind | None],
-) -> tuple[float | None, float]:
-    """The largest error of the output under elements between the pixels, and that of interpolating it."""
-    waves, group = Waves((8, channels)), actions.group
-    outputs = {
-        s: judgeable(
-            run_observed(model, waves.turned(size, size, s, group, masked=True).to(device), look_away)
-        )
-        for s in group
-        if s == 0 or not group.exact[s]
-    }
-    # the windows of attention weights cannot be interpolated
-    judged_as = [kind or default_kind(as_tensor(y), group) for y, kind in zip(outputs[0], kinds, strict=True)]
-    places = [i for i, kind in enumerate(judged_as) if getattr(kind, "kind", kind) != "attention"]
-    if not places:
-        return None, 0.0
-
-    def chosen(items: list[Any]) -> list[Any]:
-        return [items[i] for i in places]
-
-    errors = [
-        output_error(chosen(output), chosen(outputs[0]), s, actions, chosen(kinds))
-        for s, output in outputs.items()
-        if s
-    ]
-    maps = [
-        (y, kind)
-        for y, kind in zip(chosen(outputs[0]), chosen(judged_as), strict=True)
-        if isinstance(y, Tensor) and kind in ("planar", "pixels", "group", "vector") and y.is_floating_point()
-        if y.dim() > 2 and fits(y, group, kind)
-    ]
-    return max(errors), max((max(resampling_error(y, group, kind)) for y, kind in maps), default=0.0)
-
-
 def symmetric_sizes(
     model: nn.Module, images: Callable[[int], tuple[Images, Images]], size: int, axes: int
 ) -> list[int]:
@@ -338,12 +381,12 @@ def symmetric_sizes(
             calls, _ = record(model, images(n)[0])
         except Exception:  # too small for the network, for example
             return False
-        rules = [(sampling(call.module), as_function(call)[0]) for call in calls.values()]
+        rules = [(sampling(call.module), call.only_input()) for call in calls.values()]
         return all(
             (side + 2 * rule[2] - rule[0]) % rule[1] == 0
-            for rule, x in rules
-            if rule and x is not None
-            for side in x.shape[-axes:]
+            for rule, given in rules
+            if rule and given
+            for side in given[1].shape[-axes:]
         )
 
     near = sorted(range(max(1, size - 8), size + 9), key=lambda n: abs(n - size))

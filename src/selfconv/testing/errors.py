@@ -8,11 +8,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from selfconv._resample import round_mask
 from selfconv.groups import Group, get_group
+from selfconv.testing.checks import (
+    check_between,
+    check_dependent,
+    check_group,
+    check_inputs,
+    check_moved,
+    check_output,
+    check_tolerance,
+    shapes_of,
+)
 from selfconv.testing.kinds import Kind, as_tuple, check_kinds, default_kind, is_sequence, transform
+from selfconv.testing.leaves import as_tensor, flatten, judgeable, output_kinds, same
 from selfconv.testing.waves import Waves
 from selfconv.testing.windows import largest_dilation
 
@@ -33,6 +43,9 @@ def equivariance_error(
     For elements that do not map the grid to itself, x has a round mask and the error is ``deviation_error``.
     The error of integers and booleans, such as labels, is the share of values that differ.
 
+    A ValueError says so where nothing would be compared: if the group has no element but the identity (z2),
+    no element changes x, or the output is empty or does not depend on x.
+
     Args:
         module: a function of x, or of each tensor of x, that returns a tensor or a container of tensors, of
             which the largest error counts. Numbers in the container are expected to be invariant; None and
@@ -43,58 +56,41 @@ def equivariance_error(
     group = get_group(group)
     given = as_tuple(x)
     of_input = check_kinds("inputs", inputs, len(given))
-    check_transforming(of_input, given, group)
+    check_group(group)
+    check_inputs(of_input, given, group)
     masked = tuple(map(through_mask, given, of_input)) if group.band_limited else given
     seen = {True: given, False: masked}  # by whether an element is exact
-    y = {exact: judgeable(tree_flatten(module(*seen[exact]))[0]) for exact in {*group.exact}}
+    y = {exact: judgeable(flatten(module(*seen[exact]))[0]) for exact in {*group.exact}}
+    check_output(y[True])
     sequences = any(map(is_sequence, of_input))
     of_output = [
         kind or default_kind(as_tensor(t), group, sequences=sequences)
         for t, kind in zip(y[True], output_kinds(outputs, y[True]), strict=True)
     ]
 
+    moved = changed = False  # whether an element changes x or what the output should be; and the output
+
     def error(s: int, exact: bool) -> float:
+        nonlocal moved, changed
         turned = [transform(t, s, group, kind) for t, kind in zip(seen[exact], of_input, strict=True)]
-        found = judgeable(tree_flatten(module(*turned))[0])
+        found = judgeable(flatten(module(*turned))[0])
+        changed |= not same(found, y[exact])
         if len(found) != len(of_output):
             return math.inf
+        expected = [
+            transform(as_tensor(t), s, group, kind) for t, kind in zip(y[exact], of_output, strict=True)
+        ]
+        moved |= not same(turned, seen[exact]) or not same(expected, y[exact])
         return largest(
-            element_error(as_tensor(a), transform(as_tensor(b), s, group, kind), s, group, kind)
-            for a, b, kind in zip(found, y[exact], of_output, strict=True)
+            element_error(as_tensor(a), b, s, group, kind)
+            for a, b, kind in zip(found, expected, of_output, strict=True)
         )
 
-    return [error(s, exact) for s, exact in enumerate(group.exact)]
-
-
-def check_transforming(kinds: Sequence[Kind | None], inputs: Sequence[Tensor], group: Group) -> None:
-    """Where every input is invariant, any module passes."""
-    found = [kind or default_kind(x, group) for kind, x in zip(kinds, inputs, strict=True)]
-    if all(kind == "invariant" for kind in found):
-        shapes = ", ".join(str(list(x.shape)) for x in inputs)
-        raise ValueError(
-            "inputs: expected a kind that transforms, such as 'sequence', 'pixels' or 'group'; "
-            f"got 'invariant' for shape {shapes}"
-        )
-
-
-def judgeable(leaves: Sequence[Any]) -> list[Any]:
-    """The tensors and numbers that a model returns, without None and other objects."""
-    found = [leaf for leaf in leaves if isinstance(leaf, Tensor | bool | int | float | complex)]
-    if not any(isinstance(leaf, Tensor) for leaf in found):
-        kinds = ", ".join(type(leaf).__name__ for leaf in leaves)
-        raise ValueError(f"expected a model that returns a tensor to compare; got {kinds or 'nothing'}")
-    return found
-
-
-def as_tensor(leaf: Any) -> Tensor:
-    """What ``judgeable`` returns, as a tensor."""
-    return torch.tensor(leaf, dtype=torch.float64) if isinstance(leaf, float) else torch.as_tensor(leaf)
-
-
-def output_kinds(outputs: Kind | Sequence[Kind] | None, leaves: Sequence[Any]) -> list[Kind | None]:
-    """The kinds that the caller named for tensors; numbers are invariant."""
-    named = iter(check_kinds("outputs", outputs, sum(isinstance(leaf, Tensor) for leaf in leaves)))
-    return [next(named) if isinstance(leaf, Tensor) else "invariant" for leaf in leaves]
+    errors = [error(s, exact) for s, exact in enumerate(group.exact)]
+    check_moved(moved or changed, given, group)
+    if not changed:
+        check_dependent(module, given, of_input, y[True])
+    return errors
 
 
 def largest(errors: Iterable[float]) -> float:
@@ -110,6 +106,8 @@ def resampling_error(x: Tensor, group: str | Group, kind: Kind | None = None) ->
     to measure equivariance: it has noise, or edges as sharp as a pixel.
     """
     group = get_group(group)
+    if not x.numel():
+        raise ValueError(f"x: expected one entry or more; got shape {shapes_of([x])}")
     seen = through_mask(x, kind)
     there = [transform(seen, s, group, kind) for s in group]
     back = [transform(turned, group.inverse[s], group, kind) for s, turned in enumerate(there)]
@@ -134,10 +132,10 @@ def centre_error(
     group = get_group(group)
     *lead, h, w = shape
     axis = "" if len(lead) < 3 else f"{len(group)}, "
-    if len(lead) not in (2, 3) or lead[2:] not in ([], [len(group)]) or h % 2 == 0 or w % 2 == 0:
+    if len(lead) not in (2, 3) or lead[2:] not in ([], [len(group)]) or h % 2 == 0 or w % 2 == 0 or 0 in lead:
         raise ValueError(
-            f"shape: expected [N, C, {axis}h, w] on group {group.name!r}, with odd sides, which have a "
-            f"centre; got {list(shape)}"
+            f"shape: expected [N, C, {axis}h, w] on group {group.name!r}, N, C ≥ 1, with odd sides, which "
+            f"have a centre; got {list(shape)}"
         )
     waves = Waves(lead, frequency, seed)
 
@@ -180,10 +178,13 @@ def shift_error(
         raise ValueError(f"shift: expected a positive multiple of stride={stride}; got {shift}")
     if frame is None:
         frame = stride * largest_dilation(module)
+    if not x.numel():
+        raise ValueError(f"x: expected one entry or more; got shape {shapes_of([x])}")
     y = module(x)
+    check_output([y])
     places, moves = tuple(range(-axes, 0)), (shift,) * axes
     border = torch.ones_like(x[0, 0], dtype=torch.bool)
-    inner: list[Any] = [slice(frame, n - frame - shift) for n in x.shape[-axes:]]
+    inner: list[Any] = [slice(frame, max(frame, n - frame - shift)) for n in x.shape[-axes:]]
     border[(..., *inner)] = False
     interior = torch.ones(y.shape[-axes:], dtype=torch.bool, device=y.device)
     for disturbed in (torch.where(border, x + 1, x), x.masked_fill(border, math.nan)):
@@ -212,12 +213,16 @@ def assert_equivariant(
         tolerance: by default 1e-10 for float64, 1e-5 for float32, 1e-2 for float16 and 1e-1 for bfloat16, in
             which smaller faults cannot be distinguished from rounding.
         between: the tolerance for elements that do not map the grid to itself. By default they are not
-            tested, since their error depends on the smoothness of x.
+            tested, since their error depends on the smoothness of x. Needed for groups in which no element
+            but the identity maps the grid to itself, such as rotations by 120°.
         inputs, outputs: what each tensor is, as for ``equivariance_error``.
     """
     group = get_group(group)
+    check_tolerance("tolerance", tolerance)
+    check_tolerance("between", between)
     tolerance = default_tolerance(as_tuple(x)[0].dtype) if tolerance is None else tolerance
     errors = equivariance_error(module, x, group, inputs=inputs, outputs=outputs)
+    check_between(group, between, largest(errors))
     limits = [tolerance if exact else math.inf if between is None else between for exact in group.exact]
     if not all(error <= limit for error, limit in zip(errors, limits, strict=True)):  # NaN fails too
         listed = ", ".join(f"{s}: {error:.1e}" for s, error in enumerate(errors))

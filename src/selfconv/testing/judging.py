@@ -6,70 +6,102 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from selfconv.groups import Group
 from selfconv.testing.actions import Actions
-from selfconv.testing.errors import (
-    Function,
-    as_tensor,
-    default_tolerance,
-    element_error,
-    judgeable,
-    largest,
-    output_kinds,
-    relative_error,
-)
+from selfconv.testing.errors import default_tolerance, element_error, largest, relative_error
 from selfconv.testing.kinds import Kind, default_kind, transform
 from selfconv.testing.layer_runs import (
     END,
+    FirstRun,
     Images,
     Key,
     LayerCall,
     Observer,
     Stage,
     record,
-    returned,
+    replacing,
     run_observed,
 )
-from selfconv.testing.moves import permuted
+from selfconv.testing.leaves import as_tensor, judgeable, output_kinds
 from selfconv.testing.rounding import EXACT, MARGIN, coarsest, explore, rounding_effect
-from selfconv.testing.shifting import ShiftReport, ShiftTest
+from selfconv.testing.shifts import ShiftReport, ShiftTest, permuted
 from selfconv.testing.windows import sampling
 
 BETWEEN = "its input does not turn with the image: a function before it, outside any layer, breaks it"
 CONSTANT = "its output does not depend on the image, and does not turn with it"
 RANDOM = "it is given, or gives, something else each time the network runs"
 AFTER = "something after the last layer does not turn with its input"
+NAN = "it is not a number"
 
 Dtypes = dict[tuple[Key, Stage], list[torch.dtype]]  # the precision of each value
 
 
-class _Judge:
-    """Compares runs on transformed images with the first run, and puts exact features in their place."""
+class Excess(NamedTuple):
+    """The error of a fault, and the precision of the values in which it was found."""
+
+    error: float
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        rounding = f"rounding in {str(self.dtype).removeprefix('torch.')} is about"
+        return f"error {self.error:.1e}; {rounding} {10 * torch.finfo(self.dtype).eps:.0e}"
+
+
+class Judge:
+    """Compares runs on transformed images with the first run, and puts exact features in their place.
+
+    Args:
+        rounded: the precision of each value.
+        constant: for each tensor of the output, whether it does not depend on the image.
+    """
 
     def __init__(
-        self, actions: Actions, calls: dict[Key, LayerCall], tolerance: float, rounded: Dtypes
+        self,
+        actions: Actions,
+        calls: dict[Key, LayerCall],
+        tolerance: float,
+        rounded: Dtypes,
+        constant: list[bool],
     ) -> None:
         self.actions, self.group = actions, actions.group
-        self.calls, self.tolerance, self.rounded = calls, tolerance, rounded
+        self.calls, self.tolerance, self.rounded, self.constant = calls, tolerance, rounded, constant
+        self.excess: dict[str, Excess] = {}  # by name of what is at fault
+        self.compared: set[Key] = set()  # calls whose output was, for a transformed image
         self.errors: dict[tuple[Key, Stage], float] = dict.fromkeys(product(calls, ("input", "output")), 0.0)
         self.faults: dict[str, str] = {}
         self.sampling: set[str] = set()  # reasons that would not hold on another size of map
         self.shifted = ShiftReport()
         self._found: dict[str, Callable[[], str]] = {}  # who broke, and how to find out why, after all runs
 
-    def limit(self, key: Key, stage: Stage, place: int | None = None) -> float:
-        """The largest error that counts as rounding: of the value at a place, or of any there."""
+    def precision(self, key: Key, stage: Stage, i: int | None = None) -> torch.dtype:
+        """The least precise dtype in the history of tensor i there, or of any."""
         dtypes = self.rounded.get((key, stage), [])
-        if place is not None:
-            dtypes = dtypes[place : place + 1]
-        dtype = coarsest(dtypes)
+        return coarsest(dtypes if i is None else dtypes[i : i + 1])
+
+    def limit(self, key: Key, stage: Stage, i: int | None = None) -> float:
+        """The largest error that counts as rounding: of tensor i there, or of any."""
+        dtype = self.precision(key, stage, i)
         return self.tolerance if dtype == EXACT else max(self.tolerance, default_tolerance(dtype))
+
+    def uncompared(self) -> list[str]:
+        """Layers that are given features and return nothing that depends on the image, or nothing comparable;
+        and the output, if it does not depend on the image."""
+        found = []
+        for key, call in self.calls.items():
+            constant = call.constant.get("output", [])
+            compared = any(
+                t.is_floating_point() and t.numel() and constant[i : i + 1] != [True]
+                for i, t in call.tensors("output").items()
+            )
+            again = key in self.compared or sum(self.group.exact) == 1
+            if call.takes_features and not (compared and again):
+                found.append(call.name)
+        return found + ([END[0][0]] if all(self.constant) else [])
 
     def raised(self) -> dict[str, torch.dtype]:
         """Where the network computes less precisely than in float64, and in which dtype."""
@@ -87,41 +119,35 @@ class _Judge:
             None  # who rearranged features, and what to say if it matters
         )
         self.inexact: set[Key] = set()  # calls whose input is rearranged
-        self.inputs: dict[Key, list[tuple[Any, Any, Any]]] = {}  # as given, exact, and as passed to the layer
-        return self.observe
+        return replacing(self.calls, self._all_exact)
 
-    def observe(
-        self, key: Key, module: nn.Module, stage: Stage, leaves: list[Any], spec: TreeSpec
-    ) -> list[Any] | None:
-        call = self.calls.get(key)
-        if call is None or len(call.leaves[stage]) != len(leaves):
-            return None  # the network goes another way with this image
+    def _all_exact(self, key: Key, stage: Stage, leaves: list[Any]) -> list[Any]:
+        call = self.calls[key]
         constant = call.constant.get(stage) or [False] * len(leaves)
         triples = enumerate(zip(leaves, call.leaves[stage], constant, strict=True))
-        exact = [self._exact(key, stage, place, *x) for place, x in triples]
-        if stage == "input":
-            passed = [e.clone() if e is not leaf else leaf for leaf, e in zip(leaves, exact, strict=True)]
-            self.inputs[key] = list(zip(leaves, exact, passed, strict=True))
-            return passed
-        return returned(leaves, exact, self.inputs.pop(key, []))
+        return [self._exact(key, stage, i, *x) for i, x in triples]
 
-    def _exact(self, key: Key, stage: Stage, place: int, leaf: Any, original: Any, constant: bool) -> Any:
+    def _exact(self, key: Key, stage: Stage, i: int, leaf: Any, original: Any, constant: bool) -> Any:
         """Judges one tensor; returns what should be in its place, or itself where nobody can say."""
         if not (isinstance(leaf, Tensor) and isinstance(original, Tensor) and leaf.is_floating_point()):
             return leaf
-        candidates = self.actions.candidates(original, self.s)
+        field_type = self.calls[key].types[stage].get(i)
+        candidates = self.actions.candidates(original, self.s, field_type)
+        if stage == "output" and self.s:
+            self.compared.add(key)
         found = [relative_error(leaf, candidate) for candidate in candidates]
         error = min(found, key=lambda e: math.inf if math.isnan(e) else e)
         exact: Tensor = candidates[found.index(error)]
         breach = (self.calls[key].name, partial(self._reason, key, stage, self.s))
-        tolerance = self.limit(key, stage, place)
+        tolerance = self.limit(key, stage, i)
+        known = field_type is not None or self.actions.on_group(leaf)  # which axes or channels are planes
         if error <= tolerance:
             if not constant and bool(leaf.any()):
                 self.suspect = None
         elif constant:
             self.suspect = self.suspect or (self.calls[key].name, lambda: CONSTANT)
             exact, error = leaf, 0.0
-        elif not self.actions.on_group(leaf) and (moved := permuted(leaf, original)) <= tolerance:
+        elif not known and (moved := permuted(leaf, original)) <= tolerance:
             if stage == "input":
                 self.inexact.add(key)
             self.suspect = self.suspect or breach
@@ -129,31 +155,49 @@ class _Judge:
         else:
             exact = candidates[0]
             inherited = stage == "input" or key in self.inexact
-            self._found.setdefault(*(self.suspect if self.suspect and inherited else breach))
+            name, reason = self.suspect if self.suspect and inherited else breach
+            self._fault(name, reason, Excess(error, self.precision(key, stage, i)))
         self.errors[key, stage] = max(self.errors[key, stage], error)
         return exact
+
+    def _fault(self, name: str, reason: Callable[[], str], excess: Excess) -> None:
+        self._found.setdefault(name, reason)
+        known = self.excess.setdefault(name, excess)
+        self.excess[name] = excess if excess.error > known.error else known
 
     def judge_output(self, output: list[Any], original: list[Any], kinds: list[Kind | None]) -> None:
         errors = output_errors(output, original, self.s, self.actions, kinds)
         broken = [i for i, error in enumerate(errors) if not error <= self.limit(*END, i)]
         if not broken:
             return
-        reason = RANDOM if self.s == 0 else AFTER
         y, kind = as_tensor(original[broken[0]]), kinds[broken[0]]
-        if self.s and kind is None:
+        reason = NAN if bool(y.isnan().any()) else RANDOM if self.s == 0 else AFTER
+        if reason == AFTER and kind is None:
             default = default_kind(y, self.group, sequences=self.actions.sequences)
             if default == "invariant":
                 reason += f" (shape {list(y.shape)}, taken for 'invariant'; outputs= names other kinds)"
-        self._found.setdefault(*(self.suspect or (END[0][0], lambda: reason)))
+        worst = Excess(largest(errors[i] for i in broken), self.precision(*END))
+        self._fault(*(self.suspect or (END[0][0], lambda: reason)), worst)
 
     def conclude(self, shifted: ShiftReport) -> None:
         """After all runs: every fault with its reason, in the order of the layers."""
         self.shifted = shifted
         for name, reason in shifted.faults.items():
-            self._found.setdefault(name, lambda reason=reason: reason)  # type: ignore[misc]
+            if name not in self._found:
+                error, key, stage = shifted.excess[name]
+                self._fault(name, partial(str, reason), Excess(error, self.precision(key, stage)))
         names = [call.name for call in self.calls.values()]
         for name in sorted(self._found, key=lambda name: names.index(name) if name in names else len(names)):
             self.faults[name] = self._found[name]()
+
+    def conclude_between(self, error: float | None, limit: float | None) -> None:
+        """Of the output, under elements between the pixels."""
+        if error is not None and limit is not None and not error <= limit:
+            self.faults.setdefault(
+                END[0][0],
+                f"under elements between the pixels its error is {error:.1%} of its deviation, "
+                f"above {limit:.1%}",
+            )
 
     def conclude_output(
         self, model: nn.Module, x: Images, y: list[Any], error: float, kinds: list[Kind | None]
@@ -172,7 +216,7 @@ class _Judge:
 
     def _reason(self, key: Key, stage: Stage, s: int) -> str:
         call = self.calls[key]
-        if any(isinstance(leaf, Tensor) and bool(leaf.isnan().any()) for leaf in call.leaves[stage]):
+        if any(bool(t.isnan().any()) for t in call.tensors(stage).values()):
             return f"its {stage} is not a number"
         if s == 0:
             return RANDOM
@@ -196,8 +240,8 @@ def judged(
     outputs: Kind | Sequence[Kind] | None,
     *,
     recorded: tuple[dict[Key, LayerCall], list[Any]] | None = None,
-) -> tuple[_Judge, list[Any], list[Kind | None]]:
-    """All runs of the model on the first images (the second serve to compare), judged.
+) -> tuple[Judge, list[Any], list[Kind | None]]:
+    """All runs of the model on the first images, judged. The second serve to find what depends on an image.
 
     Also returns its output, and the kind of each of its tensors and numbers, as far as the caller named them.
     """
@@ -206,12 +250,13 @@ def judged(
     y = judgeable(y)
     kinds = output_kinds(outputs, y)
     actions = Actions.of(model, group, [*inputs, *kinds])
-    judge = _Judge(actions, calls, tolerance, explore(model, other, calls, y))
+    other = tuple(a if kind == "invariant" else b for a, b, kind in zip(x, other, inputs, strict=True))
+    judge = Judge(actions, calls, tolerance, *explore(model, other, calls, y))
     for s in (s for s in group if group.exact[s]):
         judge.judge_output(run_observed(model, turned(x, s, group, inputs), judge.start(s)), y, kinds)
     moving = [kind != "invariant" and t.dim() > actions.axes for t, kind in zip(x, inputs, strict=True)]
-    shifts = ShiftTest(model, x, moving, calls, y, kinds, axes=actions.axes, limit=judge.limit)
-    judge.conclude(shifts.run())
+    first = FirstRun(model, x, moving, calls, y, kinds, actions.axes)
+    judge.conclude(ShiftTest(first, judge.limit).run())
     return judge, y, kinds
 
 
@@ -236,33 +281,18 @@ def output_error(
     return largest(output_errors(output, original, s, actions, kinds))
 
 
-def as_function(call: LayerCall) -> tuple[Tensor | None, Function]:
-    """A layer's only tensor, and the layer as a function of it; no tensor if there are several."""
-    leaves = call.leaves["input"]
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-
-    def function(x: Tensor) -> Tensor:
-        changed = [x.clone() if i in places else leaf for i, leaf in enumerate(leaves)]
-        args, kwargs = tree_unflatten(changed, call.spec)
-        output: Tensor = call.module(*args, **kwargs)
-        return output
-
-    single = len(places) == 1 and leaves[places[0]].is_floating_point()
-    return (leaves[places[0]] if single else None), function
-
-
 def _off_centre(call: LayerCall, actions: Actions, tolerance: float) -> str | None:
     """How a layer samples off centre, if that is all that keeps it from being equivariant."""
-    rule, (x, function), axes = sampling(call.module), as_function(call), actions.axes
-    if rule is None or x is None or x.dim() < 2 + axes:
+    rule, given, axes = sampling(call.module), call.only_input(), actions.axes
+    if rule is None or given is None or given[1].dim() < 2 + axes:
         return None
-    k, stride, padding = rule
+    (i, x), (k, stride, padding) = given, rule
     sides = x.shape[-axes:]
     left = [(n + 2 * padding - k) % stride for n in sides]
     if not any(left) or min(sides) <= max(left):
         return None
     cut: list[Any] = [slice(n - more) for n, more in zip(sides, left, strict=True)]
-    if not _error(function, x[(..., *cut)], actions) <= tolerance:
+    if not _error(call, i, x[(..., *cut)], actions) <= tolerance:
         return None
     parity = "even" if sides[0] % 2 == 0 else "odd"
     where = f"map ({'x'.join(map(str, sides))})" if axes == 2 else f"sequence ({sides[0]})"
@@ -273,19 +303,20 @@ def _off_centre(call: LayerCall, actions: Actions, tolerance: float) -> str | No
     )
 
 
-def _tensors(output: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
+def _error(call: LayerCall, at: int, x: Tensor, actions: Actions) -> float:
+    """The largest error of a layer under the exact elements, for its only tensor, in what it may be."""
+    types = call.types
 
+    def outputs(x: Tensor) -> dict[int, Tensor]:
+        return {i: leaf for i, leaf in enumerate(call.run({at: x})) if isinstance(leaf, Tensor)}
 
-def _error(function: Function, x: Tensor, actions: Actions) -> float:
-    """The largest error of a layer under the exact elements, for what its features may be."""
-    outputs = _tensors(function(x))
+    before = outputs(x)
 
     def error(s: int) -> float:
-        pairs = zip(_tensors(function(actions.candidates(x, s)[0])), outputs, strict=True)
+        after = outputs(actions.candidates(x, s, types["input"].get(at))[0])
         return largest(
-            min(relative_error(found, candidate) for candidate in actions.candidates(y, s))
-            for found, y in pairs
+            min(relative_error(after[i], y) for y in actions.candidates(before[i], s, types["output"].get(i)))
+            for i in before
         )
 
     return largest(error(s) for s in actions.group if actions.group.exact[s])

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from selfconv.groups import Group, get_group
+from selfconv.groups import Group, Matrix, get_group
 
 Name = Literal[
     "invariant",
@@ -100,10 +100,7 @@ def _transformed(x: Tensor, s: int, group: Group, kind: Name) -> Tensor:
     if kind == "invariant":
         return x
     if kind == "vector":
-        (a, b), (c, d) = group.matrices[s]
-        moved = group.act_planar(x, s) if x.dim() == 4 else x
-        rows, columns = moved[:, ::2], moved[:, 1::2]
-        return torch.stack([a * rows + b * columns, c * rows + d * columns], 2).flatten(1, 2)
+        return turned_vectors(group.act_planar(x, s) if x.dim() == 4 else x, group.matrices[s])
     if kind == "attention":
         x = group.act_planar(x.movedim((-4, -3), (-2, -1)), s).movedim((-2, -1), (-4, -3))  # the window
     if x.dim() > 3 or kind == "pixels":
@@ -111,6 +108,13 @@ def _transformed(x: Tensor, s: int, group: Group, kind: Name) -> Tensor:
     if (kind == "group" and x.dim() in (3, 5)) or (kind == "attention" and x.dim() == 7):
         x = x.index_select(2, torch.tensor(group.quotient[s], device=x.device))
     return x
+
+
+def turned_vectors(x: Tensor, matrix: Matrix) -> Tensor:
+    """Where channels 2i and 2i + 1 are the row and column components of vectors: each vector turned."""
+    (a, b), (c, d) = matrix
+    rows, columns = x[:, ::2], x[:, 1::2]
+    return torch.stack([a * rows + b * columns, c * rows + d * columns], 2).flatten(1, 2)
 
 
 def _on_one_row(x: Tensor, s: int, group: Group, kind: Name) -> Tensor:

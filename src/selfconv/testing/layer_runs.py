@@ -1,4 +1,4 @@
-"""A run of a network in which every call of a layer is recorded, or done differently."""
+"""Runs of a network in which every call of a layer is recorded, or has tensors replaced."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from selfconv.nn import SqueezeExcite
-from selfconv.testing.kinds import as_tuple
+from selfconv.testing.kinds import Kind, as_tuple
+from selfconv.testing.leaves import Nesting, as_tensor, flatten
 
 Images = tuple[Tensor, ...]  # what a model takes
 Key = tuple[str, int]  # a layer, and how often it was called before
 Stage = Literal["input", "output"]
+Place = tuple[Key, Stage, int]  # of a tensor in a run
 END: tuple[Key, Stage] = (("the model's output", 0), "output")
 
 
@@ -28,16 +29,58 @@ class LayerCall:
 
     name: str
     module: nn.Module
-    spec: TreeSpec  # of its arguments
+    nesting: Nesting  # of its arguments
     leaves: dict[Stage, list[Any]]
+    types: dict[Stage, dict[int, Any]]  # of escnn's fields among the leaves, by place
     constant: dict[Stage, list[bool]] = field(default_factory=dict)  # whether it ignores the image
 
     @property
     def shape(self) -> list[int]:
-        return next((list(t.shape) for t in self.leaves["output"] if isinstance(t, Tensor)), [])
+        return next((list(t.shape) for t in self.tensors("output").values()), [])
+
+    def tensors(self, stage: Stage) -> dict[int, Tensor]:
+        """By their places among the leaves."""
+        return {i: t for i, t in enumerate(self.leaves[stage]) if isinstance(t, Tensor)}
+
+    @property
+    def takes_features(self) -> bool:
+        return any(t.is_floating_point() for t in self.tensors("input").values())
+
+    def only_input(self) -> tuple[int, Tensor] | None:
+        """The place and value of the layer's tensor, if it takes a single one, of floating-point numbers."""
+        found = list(self.tensors("input").items())
+        return found[0] if len(found) == 1 and found[0][1].is_floating_point() else None
+
+    def run(self, changed: dict[int, Tensor]) -> list[Any]:
+        """The layer's outputs, flat, for its arguments of the first run except for some tensors."""
+        leaves = [changed.get(i, leaf) for i, leaf in enumerate(self.leaves["input"])]
+        args, kwargs = self.nesting.nested([t.clone() if isinstance(t, Tensor) else t for t in leaves])
+        return flatten(self.module(*args, **kwargs))[0]
 
 
-Observer = Callable[[Key, nn.Module, Stage, list[Any], TreeSpec], list[Any] | None]
+@dataclass
+class FirstRun:
+    """The run of a network on the image as it is, with which the others are compared."""
+
+    model: nn.Module
+    x: Images
+    moving: list[bool]  # which of the inputs are maps or sequences, and move with a shift
+    calls: dict[Key, LayerCall]
+    output: list[Any]  # as ``judgeable`` returns it
+    kinds: list[Kind | None]  # of the outputs, as far as the caller named them
+    axes: int  # how many axes, the last, are places
+
+    def tensor(self, place: Place) -> Tensor:
+        key, stage, i = place
+        leaf: Tensor = self.calls[key].leaves[stage][i] if key in self.calls else as_tensor(self.output[i])
+        return leaf
+
+    def name(self, key: Key) -> str:
+        return self.calls[key].name if key in self.calls else key[0]
+
+
+Observer = Callable[[Key, nn.Module, Stage, list[Any], Nesting], list[Any] | None]
+Replace = Callable[[Key, Stage, list[Any]], list[Any]]
 
 
 def look_away(*_: Any) -> None: ...
@@ -46,23 +89,23 @@ def look_away(*_: Any) -> None: ...
 def run_observed(model: nn.Module, x: Tensor | Images, observe: Observer) -> list[Any]:
     """Runs a model, on x or on each tensor of x, with hooks on its layers: its outputs as a flat list.
 
-    ``observe((name, calls before), module, "input" or "output", tensors, spec)`` may return other tensors,
+    ``observe((name, calls before), module, "input" or "output", tensors, nesting)`` may return other tensors,
     which then take the place of the layer's arguments or outputs.
     """
     counts: Counter[str] = Counter()
 
     @torch.compiler.disable  # a compiled network is compiled without what watches it
     def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        leaves, spec = tree_flatten((args, kwargs))
-        changed = observe((name, counts[name]), module, "input", leaves, spec)
-        return None if changed is None else tree_unflatten(changed, spec)
+        leaves, nesting = flatten((args, kwargs))
+        changed = observe((name, counts[name]), module, "input", leaves, nesting)
+        return None if changed is None else nesting.nested(changed)
 
     @torch.compiler.disable
     def after(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        leaves, spec = tree_flatten(output)
-        changed = observe((name, counts[name]), module, "output", leaves, spec)
+        leaves, nesting = flatten(output)
+        changed = observe((name, counts[name]), module, "output", leaves, nesting)
         counts[name] += 1
-        return None if changed is None else tree_unflatten(changed, spec)
+        return None if changed is None else nesting.nested(changed)
 
     handles = []
     for name, module in model.named_modules():
@@ -72,7 +115,7 @@ def run_observed(model: nn.Module, x: Tensor | Images, observe: Observer) -> lis
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about sizes: what an audit finds out by itself
-            return tree_flatten(model(*as_tuple(x)))[0]
+            return flatten(model(*as_tuple(x)))[0]
     finally:
         for handle in handles:
             handle.remove()
@@ -88,23 +131,49 @@ def _is_layer(name: str, module: nn.Module) -> bool:
 def record(model: nn.Module, x: Images) -> tuple[dict[Key, LayerCall], list[Any]]:
     calls: dict[Key, LayerCall] = {}
 
-    def observe(key: Key, module: nn.Module, stage: Stage, leaves: list[Any], spec: TreeSpec) -> None:
+    def observe(key: Key, module: nn.Module, stage: Stage, leaves: list[Any], nesting: Nesting) -> None:
         # copies: a later layer may work in place
         kept = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        types = {i: field.type for i, field in nesting.fields.items()}
         if stage == "output":
-            calls[key].leaves["output"] = kept
+            calls[key].leaves["output"], calls[key].types["output"] = kept, types
             return
         name = (key[0] or "the model") + (f" (call {key[1] + 1})" if key[1] else "")
-        calls[key] = LayerCall(name, module, spec, {"input": kept, "output": []})
+        calls[key] = LayerCall(
+            name, module, nesting, {"input": kept, "output": []}, {"input": types, "output": {}}
+        )
 
     return calls, run_observed(model, x, observe)
 
 
-def returned(leaves: list[Any], exact: list[Any], inputs: list[tuple[Any, Any, Any]]) -> list[Any]:
+def replacing(calls: dict[Key, LayerCall], replace: Replace) -> Observer:
+    """To observe a run in which ``replace(key, stage, tensors)`` says what takes the place of the arguments
+    and outputs of each layer. Calls that the first run did not have remain as they are."""
+    inputs: dict[Key, list[tuple[Any, Any, Any]]] = {}  # as given, as replaced, and as passed to the layer
+
+    def observe(
+        key: Key, module: nn.Module, stage: Stage, leaves: list[Any], nesting: Nesting
+    ) -> list[Any] | None:
+        if key not in calls or len(calls[key].leaves[stage]) != len(leaves):
+            return None  # the network goes another way with this image
+        replaced = replace(key, stage, leaves)
+        if stage == "output":
+            return _returned(leaves, replaced, inputs.pop(key, []))
+        passed = [
+            new.clone() if isinstance(new, Tensor) and new is not leaf else new
+            for new, leaf in zip(replaced, leaves, strict=True)
+        ]
+        inputs[key] = list(zip(leaves, replaced, passed, strict=True))
+        return passed
+
+    return observe
+
+
+def _returned(leaves: list[Any], exact: list[Any], inputs: list[tuple[Any, Any, Any]]) -> list[Any]:
     """A layer's exact outputs. What it did to its input in place is done to the one that it was given."""
     exact = list(exact)
     for given, before, passed in inputs:
-        if passed is given:
+        if passed is given or not isinstance(given, Tensor):
             continue
         same = [i for i, leaf in enumerate(leaves) if leaf is passed]
         value = exact[same[0]] if same else passed

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten
+from torch.utils._pytree import tree_flatten
 
-from selfconv.testing.errors import default_tolerance, judgeable, largest, masked
+from selfconv.testing.errors import default_tolerance, largest, masked
 from selfconv.testing.layer_runs import END, Images, Key, LayerCall, Stage, run_observed
+from selfconv.testing.leaves import Nesting, judgeable
 
 EXACT = torch.float64
 REAL = {torch.complex128: EXACT, torch.complex64: torch.float32, torch.complex32: torch.float16}
+ESCNN = torch.float32  # in which it computes its filters, whatever the dtype of a network
 MARGIN = 100  # how much larger than in ``rounding_effect`` an error may be that passes for rounding
 
 
@@ -85,9 +87,10 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 def explore(
     model: nn.Module, other: Images, calls: dict[Key, LayerCall], output: list[Any]
-) -> dict[tuple[Key, Stage], list[torch.dtype]]:
+) -> tuple[dict[tuple[Key, Stage], list[torch.dtype]], list[bool]]:
     """With another image: marks what does not depend on the image, such as weights; and returns, for each
-    value at each stage, the least precise dtype in its history since features were last exact.
+    value at each stage, the least precise dtype in its history since features were last exact, and for each
+    tensor of the output, whether it does not depend on the image.
 
     Args:
         output: that of the first run, as ``judgeable`` returns it.
@@ -103,11 +106,13 @@ def explore(
             for x, c in zip(leaves, constant, strict=True)
         ]
 
-    def observe(key: Key, module: nn.Module, stage: Stage, leaves: list[Any], spec: TreeSpec) -> None:
+    def observe(key: Key, module: nn.Module, stage: Stage, leaves: list[Any], nesting: Nesting) -> None:
         constant = _unchanged(leaves, calls[key].leaves[stage] if key in calls else [])
         if key in calls:
             calls[key].constant[stage] = constant
         rounded[key, stage] = history(leaves, constant)
+        if stage == "output" and nesting.fields and any(True for _ in module.parameters()):
+            rounded[key, stage] = [coarsest([dtype, ESCNN]) for dtype in rounded[key, stage]]
         for x, c in zip(leaves, constant, strict=True):
             if isinstance(x, Tensor) and not c:
                 precision.follow(x)  # exact from here on, in the runs that are judged
@@ -116,7 +121,9 @@ def explore(
         precision.follow(x)
     with precision:
         found = judgeable(run_observed(model, other, observe))
-    return {**rounded, END: history(found, _unchanged(found, output))}
+    constant = _unchanged(found, output)
+    tensors = [c for c, leaf in zip(constant, found, strict=True) if isinstance(leaf, Tensor)]
+    return {**rounded, END: history(found, constant)}, tensors
 
 
 def _unchanged(leaves: list[Any], others: list[Any]) -> list[bool]:
@@ -149,7 +156,7 @@ def rounding_effect(
         return t + (noise.to(t.device) * size).to(t.dtype)
 
     def observe(
-        key: Key, module: nn.Module, stage: Stage, leaves: list[Any], spec: TreeSpec
+        key: Key, module: nn.Module, stage: Stage, leaves: list[Any], nesting: Nesting
     ) -> list[Any] | None:
         if stage == "input" or key not in calls or len(calls[key].leaves[stage]) != len(leaves):
             return None

@@ -1,0 +1,110 @@
+"""Refuses measurements in which nothing would be compared: their errors of 0 would say nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selfconv.groups import Group
+from selfconv.testing.kinds import Kind, default_kind
+from selfconv.testing.leaves import flatten, judgeable, same
+
+OTHERS = 8  # inputs for which an output is the same before it counts as constant
+
+
+def check_group(group: Group) -> None:
+    if len(group) == 1:
+        raise ValueError(
+            f"group: expected one with an element besides the identity; got {group.name!r}, for which "
+            "shift_error and audit test shifts"
+        )
+
+
+def check_tolerance(name: str, tolerance: float | None) -> None:
+    if tolerance is None:
+        return
+    if not isinstance(tolerance, int | float) or not 0 <= tolerance < math.inf:
+        raise ValueError(f"{name}: expected a finite number of 0 or more; got {tolerance!r}")
+
+
+def check_between(group: Group, between: float | None, error: float | None) -> None:
+    """Where no element but the identity is exact, elements between the pixels have to be judged.
+
+    Args:
+        between: the largest error under them that passes.
+        error: None if there is no output to measure it.
+    """
+    required = sum(group.exact) == 1 < len(group)
+    if error is None and (required or between is not None):
+        raise ValueError("between: expected an output that can be interpolated; got attention weights alone")
+    if required and between is None:
+        raise ValueError(
+            f"between: expected the largest error that passes, as the identity alone of {group.name!r} maps "
+            f"the grid to itself; got None, where the error is {error:.1%} of the output's deviation"
+        )
+
+
+def check_inputs(kinds: Sequence[Kind | None], inputs: Sequence[Tensor], group: Group) -> None:
+    """Where every input is invariant or empty, any module passes."""
+    found = [kind or default_kind(x, group) for kind, x in zip(kinds, inputs, strict=True)]
+    shapes = shapes_of(inputs)
+    if all(kind == "invariant" for kind in found):
+        raise ValueError(
+            "inputs: expected a kind that transforms, such as 'sequence', 'pixels' or 'group'; "
+            f"got 'invariant' for shape {shapes}"
+        )
+    if not all(x.numel() for x, kind in zip(inputs, found, strict=True) if kind != "invariant"):
+        raise ValueError(f"x: expected inputs of one entry or more; got shape {shapes}")
+
+
+def check_output(leaves: Sequence[Any]) -> None:
+    """Of the first run; ``judgeable`` leaves."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if not any(t.numel() for t in tensors):
+        raise ValueError(
+            f"expected a model that returns a tensor of one entry or more; got shape {shapes_of(tensors)}"
+        )
+
+
+def check_moved(moved: bool, inputs: Sequence[Tensor], group: Group) -> None:
+    if not moved:
+        raise ValueError(
+            f"x: expected values that an element of {group.name!r} changes; got shape {shapes_of(inputs)}, "
+            "the same under all of them"
+        )
+
+
+def check_dependent(
+    module: Callable[..., Any], inputs: Sequence[Tensor], kinds: Sequence[Kind | None], output: Sequence[Any]
+) -> None:
+    """Whether an output depends on the inputs that transform: on the order or the size of their values."""
+    generator = torch.Generator().manual_seed(0)
+
+    def other(x: Tensor, kind: Kind | None, factor: float) -> Tensor:
+        if kind == "invariant":
+            return x
+        order = torch.randperm(x.numel(), generator=generator).to(x.device)
+        return x.flatten()[order].view_as(x) * (factor if x.is_floating_point() else 1)
+
+    for i in range(OTHERS):
+        factor = 2.0**i if i else 0.5  # large values change labels too, in spite of biases
+        try:
+            others = [other(x, kind, factor) for x, kind in zip(inputs, kinds, strict=True)]
+            found = judgeable(flatten(module(*others))[0])
+        except Exception:  # a module may take no other values: then nobody can say
+            return
+        if not same(found, output):
+            return
+    tensors = [leaf for leaf in output if isinstance(leaf, Tensor)]
+    raise ValueError(
+        f"expected an output that depends on x; got one of shape {shapes_of(tensors)} that is the same for "
+        f"{OTHERS} other inputs"
+    )
+
+
+def shapes_of(tensors: Sequence[Tensor]) -> str:
+    return ", ".join(str(list(t.shape)) for t in tensors)

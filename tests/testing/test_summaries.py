@@ -1,0 +1,56 @@
+"""What the summary of a failed audit says: how large the error is, beside rounding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from selfconv.nn import GroupConv2d, LiftingConv2d
+from selfconv.testing import audit
+
+
+class Tilt(nn.Module):
+    def __init__(self, size: float, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.size, self.dtype = size, dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        ramp = torch.linspace(-1, 1, x.shape[-1], dtype=torch.float64)
+        return (x * (1 + self.size * ramp)).to(self.dtype).double()
+
+
+def test_a_failing_summary_states_the_size_of_the_error() -> None:
+    lift = LiftingConv2d(3, 4, 3, padding=1, group="p4")
+    for size in (1e-1, 1e-3, 1e-6):
+        found = audit(nn.Sequential(lift, Tilt(size)), 8)
+        excess = found.excess["1"]
+        assert size / 10 < excess.error < 2 * size
+        assert (
+            f"with its input (error {excess.error:.1e}; rounding in float64 is about 2e-15)"
+            in found.summary()
+        )
+        assert excess.error == found.layers[1].error
+    found = audit(nn.Sequential(lift, Tilt(1e-1, torch.float32)), 8)
+    assert found.summary().endswith("rounding in float32 is about 1e-06)")
+    strided = audit(nn.Sequential(lift, GroupConv2d(4, 4, 3, 2, 1, group="p4")), 8)
+    assert "rounding in float64 is about 2e-15); sizes that would work: 7, 9, 5" in strided.summary()
+
+
+class After(nn.Module):
+    """A function after a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Tilt(1e-2).forward(self.act(x))
+
+
+def test_a_failing_summary_states_the_error_under_shifts() -> None:
+    for model, culprit in ((nn.Sequential(Tilt(1e-2)), "0"), (After(), "the model's output")):
+        found = audit(model, 12, in_channels=3)
+        assert found.culprit == culprit
+        error = found.excess[culprit].error
+        assert 1e-4 < error < 2e-2
+        assert f"(error {error:.1e}; rounding in float64 is about 2e-15)" in found.summary()

@@ -270,7 +270,7 @@ def test_audit_names_the_broken_layer_of_escnn(name: str) -> None:
     group = group_of(space)
     found = audit(Images(of_escnn(space, broken=True)), 7)
     assert [layer.kind for layer in found.layers if layer.name in found.faults] == ["PlanesSwapped"]
-    assert found.reason == "its output does not turn with its input"
+    assert found.reason == "its output does not transform with its input"
     culprit = next(layer for layer in found.layers if layer.name == found.culprit)
     assert (
         f"{found.reason} (error {culprit.error:.1e}; rounding in float64 is about 2e-15)" in found.summary()
@@ -287,7 +287,7 @@ def test_audit_names_the_broken_layer_of_escnn(name: str) -> None:
     found = audit(mixed, 7)
     assert list(found.faults) == ["2.module"], found.faults
     assert "not equivariant to " in found.summary()
-    assert "2.module: its output does not turn with its input (error " in found.summary()
+    assert "2.module: its output does not transform with its input (error " in found.summary()
     del mixed[2]
     assert audit(mixed, 7).passed, audit(mixed, 7).summary()
 

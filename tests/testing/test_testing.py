@@ -182,7 +182,7 @@ def test_audit_passes_an_equivariant_network(group: str, size: int) -> None:
     [
         ("conv", GroupConv2d(4, 4, 3, 2, 1, group="p4"), 32, "stride 2 on an even-sized map", [30, 34, 26]),
         ("attend", SpatialPool2d(2, group="p4"), 15, "stride 2 on an odd-sized map (15x15)", [14, 16, 12]),
-        ("act", MirroredHalf(), 16, "its output does not turn with its input", []),
+        ("act", MirroredHalf(), 16, "its output does not transform with its input", []),
     ],
     ids=["strided", "pooled", "mirrored"],
 )  # fmt: skip
@@ -209,7 +209,7 @@ def test_audit_sees_planar_layers_and_positions() -> None:
     report = audit(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), PositionBias()), 10)
     assert report.culprit == "1"
     assert report.reason is not None
-    assert "treats places differently" in report.reason
+    assert "depends on absolute position" in report.reason
 
 
 class FunctionalBreak(nn.Module):
@@ -231,7 +231,7 @@ def test_audit_sees_what_happens_between_layers() -> None:
     report = audit(FunctionalBreak(), 8, "p4")
     assert report.culprit == "conv"
     assert report.reason == (
-        "its input does not turn with the image: a function before it, outside any layer, breaks it"
+        "its input does not transform with the image: code between the layers breaks equivariance"
     )
     report = audit(BreakAfter(), 8, "p4")
     assert report.culprit == "the model's output"
@@ -403,7 +403,7 @@ def test_audit_tells_accumulated_rounding_from_a_fault() -> None:
     report = audit(model, 8, "p4")
     assert report.error > 1e-6, "the case is not one"
     assert report.passed
-    assert "rounding that grows from layer to layer: each by itself is within" in report.summary()
+    assert "accumulated rounding: each layer by itself is within" in report.summary()
     assert max(layer.error for layer in report.layers) < 1e-14
     model[4] = nn.Sequential(layers[4], MirroredHalf())
     assert list(audit(model, 8, "p4").faults) == ["4.1"]

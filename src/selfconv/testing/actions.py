@@ -1,4 +1,4 @@
-"""How features inside a network may transform, where nobody says what they are."""
+"""How features inside a network may transform whose kind the caller did not name."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Actions:
 
     @property
     def axes(self) -> int:
-        """How many axes, the last, are places."""
+        """The number of trailing spatial axes: 2 of maps, 1 of sequences."""
         return 1 if self.sequences else 2
 
     @property

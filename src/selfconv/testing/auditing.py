@@ -26,12 +26,12 @@ from selfconv.testing.windows import sampling
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What a layer did with its exactly transformed input, in one of its calls."""
+    """The errors of one call of a layer whose input was transformed exactly."""
 
     name: str
     kind: str
     shape: list[int]
-    input_error: float  # of what the functions between the layers made of exactly transformed features
+    input_error: float  # of the layer's input, caused by code between the layers
     error: float  # of its output; both are the largest over the group's elements
     shift: float | None  # the layer's error under a shift; None where no output is free of the border
 
@@ -116,8 +116,8 @@ class Audit:
             text += "; shifts: not tested, no map is large enough"
         if self.error > max([self.tolerance, *map(default_tolerance, self.rounded.values())]):
             worst = max((max(layer.input_error, layer.error) for layer in self.layers), default=0.0)
-            grows = "" if self.rounded else "rounding that grows from layer to layer: "
-            text += f", {grows}each by itself is within {worst:.1e}"
+            grows = "" if self.rounded else "accumulated rounding: "
+            text += f", {grows}each layer by itself is within {worst:.1e}"
         for dtype in dict.fromkeys(self.rounded.values()):
             places = [place for place, d in self.rounded.items() if d == dtype]
             name, tolerance = str(dtype).removeprefix("torch."), default_tolerance(dtype)
@@ -367,7 +367,9 @@ def input_shape(kind: Kind | None, channels: int, size: int, group: Group) -> tu
         "group sequence": (channels, *axis, size),
     }
     if kind in ("attention", "attention sequence"):
-        raise ValueError(f"inputs: expected features, of which audit knows the shape; got {kind!r}")
+        raise ValueError(
+            f"inputs: expected features of a known shape; got {kind!r}, whose window is not known"
+        )
     return shapes.get(kind, (channels, size, size))
 
 

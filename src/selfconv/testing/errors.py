@@ -140,7 +140,7 @@ def centre_error(
     waves = Waves(lead, frequency, seed)
 
     def centre(s: int) -> Tensor:
-        """The output at the centre for the features turned by s, plane P where it was before the turn."""
+        """The output at the centre for the features turned by s, planes in their order before it."""
         y = module(waves.turned(h, w, s, group))
         y = y[..., y.shape[-2] // 2, y.shape[-1] // 2]  # [N, C] or [N, C, P]
         return y[:, :, list(group.product[s])] if y.dim() == 3 else y
@@ -172,7 +172,7 @@ def shift_error(
         frame: how many rows and columns at the border are changed. A window that reaches over the border must
             meet them, so it has to be as large as the largest dilation, on maps that were downsampled times
             the stride. By default that of the module's layers.
-        axes: how many axes, the last, are places: 2 of maps, 1 of sequences, which shift to the right.
+        axes: the number of trailing spatial axes: 2 of maps, 1 of sequences, which shift to the right.
     """
     if shift % stride or shift < 1:
         raise ValueError(f"shift: expected a positive multiple of stride={stride}; got {shift}")

@@ -1,4 +1,4 @@
-"""What each layer of a network is judged by: its output for its exactly transformed input."""
+"""Judges each layer of a network by its output for its exactly transformed input."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from selfconv.testing.rounding import EXACT, MARGIN, coarsest, explore, rounding
 from selfconv.testing.shifts import ShiftReport, ShiftTest, permuted
 from selfconv.testing.windows import sampling
 
-BETWEEN = "its input does not turn with the image: a function before it, outside any layer, breaks it"
-CONSTANT = "its output does not depend on the image, and does not turn with it"
-RANDOM = "it is given, or gives, something else each time the network runs"
-AFTER = "something after the last layer does not turn with its input"
+BETWEEN = "its input does not transform with the image: code between the layers breaks equivariance"
+CONSTANT = "its output is the same for every image, and does not transform with it"
+RANDOM = "its input or output differs between two runs on the same image"
+AFTER = "code after the last layer breaks equivariance"
 NAN = "it is not a number"
 
 Dtypes = dict[tuple[Key, Stage], list[torch.dtype]]  # the precision of each value
@@ -53,7 +53,7 @@ class Excess(NamedTuple):
 
 
 class Judge:
-    """Compares runs on transformed images with the first run, and puts exact features in their place.
+    """Compares runs on transformed images with the first run, and replaces features by exact ones.
 
     Args:
         rounded: the precision of each value.
@@ -76,7 +76,7 @@ class Judge:
         self.faults: dict[str, str] = {}
         self.sampling: set[str] = set()  # reasons that would not hold on another size of map
         self.shifted = ShiftReport()
-        self._found: dict[str, Callable[[], str]] = {}  # who broke, and how to find out why, after all runs
+        self._found: dict[str, Callable[[], str]] = {}  # layers that failed: what finds the reason
 
     def precision(self, key: Key, stage: Stage, i: int | None = None) -> torch.dtype:
         """The least precise dtype in the history of tensor i there, or of any."""
@@ -116,7 +116,7 @@ class Judge:
         """To observe a run on the image that s transformed."""
         self.s = s
         self.suspect: tuple[str, Callable[[], str]] | None = (
-            None  # who rearranged features, and what to say if it matters
+            None  # the layer that rearranged features, and the reason if a later one fails
         )
         self.inexact: set[Key] = set()  # calls whose input is rearranged
         return replacing(self.calls, self._all_exact)
@@ -128,7 +128,7 @@ class Judge:
         return [self._exact(key, stage, i, *x) for i, x in triples]
 
     def _exact(self, key: Key, stage: Stage, i: int, leaf: Any, original: Any, constant: bool) -> Any:
-        """Judges one tensor; returns what should be in its place, or itself where nobody can say."""
+        """Judges one tensor; returns the exactly transformed one, or itself if that is unknown."""
         if not (isinstance(leaf, Tensor) and isinstance(original, Tensor) and leaf.is_floating_point()):
             return leaf
         field_type = self.calls[key].types[stage].get(i)
@@ -228,7 +228,7 @@ class Judge:
             return off_centre
         if isinstance(call.module, nn.Conv2d):
             return "an ordinary convolution: its filters do not turn with the image"
-        return "its output does not turn with its input"
+        return "its output does not transform with its input"
 
 
 def judged(
@@ -267,7 +267,7 @@ def turned(x: Images, s: int, group: Group, kinds: list[Kind | None]) -> Images:
 def output_errors(
     output: list[Any], original: list[Any], s: int, actions: Actions, kinds: list[Kind | None]
 ) -> list[float]:
-    """The errors of the tensors and numbers that a model returns, of the kind that the element s has."""
+    """The errors of what a model returns: relative where s is exact, otherwise of the deviation."""
     output = judgeable(output)
     if len(output) != len(original):
         return [math.inf]

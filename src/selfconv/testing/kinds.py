@@ -126,7 +126,7 @@ def _on_one_row(x: Tensor, s: int, group: Group, kind: Name) -> Tensor:
 
 
 def default_kind(x: Tensor, group: Group, *, sequences: bool = False) -> Name:
-    """What the rank says."""
+    """The default kind of a tensor of this rank."""
     by_rank: dict[int, Name] = {4: "planar", 5: "group", 6: "attention", 7: "attention"}
     if sequences and len(group) == 1:
         by_rank = {3: "sequence", 4: "attention sequence"}
@@ -180,7 +180,7 @@ def is_sequence(kind: Kind | None) -> bool:
 
 
 def check_kinds(name: str, kinds: Kind | Sequence[Kind] | None, number: int) -> list[Kind | None]:
-    """A kind for each of so many tensors: as given, one for all, or None."""
+    """One kind per tensor: as given, one for all, or None, which leaves the choice to the rank."""
     found = list(kinds) if isinstance(kinds, list | tuple) else [kinds] * number
     if any(not isinstance(kind, FeaturesOn) and kind not in (None, *get_args(Name)) for kind in found):
         raise ValueError(f"{name}: expected some of {_names()}, or FeaturesOn(group); got {kinds!r}")

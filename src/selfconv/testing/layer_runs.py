@@ -68,7 +68,7 @@ class FirstRun:
     calls: dict[Key, LayerCall]
     output: list[Any]  # as ``judgeable`` returns it
     kinds: list[Kind | None]  # of the outputs, as far as the caller named them
-    axes: int  # how many axes, the last, are places
+    axes: int  # the number of trailing spatial axes
 
     def tensor(self, place: Place) -> Tensor:
         key, stage, i = place
@@ -94,7 +94,7 @@ def run_observed(model: nn.Module, x: Tensor | Images, observe: Observer) -> lis
     """
     counts: Counter[str] = Counter()
 
-    @torch.compiler.disable  # a compiled network is compiled without what watches it
+    @torch.compiler.disable  # keeps the hooks out of the compiled graph
     def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         leaves, nesting = flatten((args, kwargs))
         changed = observe((name, counts[name]), module, "input", leaves, nesting)
@@ -170,7 +170,7 @@ def replacing(calls: dict[Key, LayerCall], replace: Replace) -> Observer:
 
 
 def _returned(leaves: list[Any], exact: list[Any], inputs: list[tuple[Any, Any, Any]]) -> list[Any]:
-    """A layer's exact outputs. What it did to its input in place is done to the one that it was given."""
+    """A layer's exact outputs. In-place changes of its exact input are copied to the given one."""
     exact = list(exact)
     for given, before, passed in inputs:
         if passed is given or not isinstance(given, Tensor):

@@ -18,7 +18,7 @@ from selfconv.testing.leaves import Nesting, judgeable
 EXACT = torch.float64
 REAL = {torch.complex128: EXACT, torch.complex64: torch.float32, torch.complex32: torch.float16}
 ESCNN = torch.float32  # in which it computes its filters, whatever the dtype of a network
-MARGIN = 100  # how much larger than in ``rounding_effect`` an error may be that passes for rounding
+MARGIN = 100  # an error of up to this many times ``rounding_effect`` counts as rounding
 
 
 class Precision(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""Whether the border is the reason of what does not move exactly: of a layer, and between the layers."""
+"""Decides whether the border explains features that do not shift exactly, of layers and between them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from selfconv.testing.shifts.motion import GIVEN, Motion
 from selfconv.testing.shifts.moves import tiled
 from selfconv.testing.windows import largest_dilation, sampling
 
-ROOM = 2  # cells on each side of the centre that the windows of functions outside any layer are taken to need
+ROOM = 2  # the assumed radius, in cells, of windows of functions outside any layer
 SIDE = 20  # of a map with room for a layer's window
 
 Change = Callable[[Place, Tensor], Tensor]
@@ -85,7 +85,7 @@ def _places_last(motion: Motion, place: Place, x: Tensor) -> bool:
 
 
 def _centre_error(motion: Motion, key: Key) -> float | None:
-    """For inputs that are zero but at the centre. None if a border that is near may be the reason."""
+    """The error for inputs that are zero but for the centre; None if a nearby border may explain it."""
     call = motion.first.calls[key]
     inputs = call.tensors("input")
     moves = {i: move for i in inputs if (move := motion.moves.get((key, "input", i))) and move.axes}

@@ -13,7 +13,7 @@ from selfconv.testing.errors import relative_error
 
 @dataclass(frozen=True)
 class Move:
-    """By so many cells along some axes of a map that repeats; along none, a tensor remains as it is."""
+    """A circular shift by some cells along some axes; without axes, the identity."""
 
     axes: tuple[int, ...] = ()
     cells: int = 0
@@ -31,7 +31,7 @@ class Move:
         return alone
 
     def _centre(self, x: Tensor) -> list[int]:
-        """Not where the move leads to the mirror image of a place, where a symmetric fault does not show."""
+        """Avoids cells that the shift maps to their mirror image, where a symmetric fault does not show."""
         cells = [(x.shape[axis] - self.cells) // 2 for axis in self.axes]
         return [*cells[:-1], max(0, cells[-1] - 1)] if cells else []
 
@@ -41,7 +41,7 @@ class Move:
         return min((min(at, x.shape[axis] - 1 - at - self.cells) for axis, at in pairs), default=0)
 
     def border(self, x: Tensor, dilation: int) -> Tensor:
-        """Whether a cell is in a frame that a window over the edge meets, before the move or after it."""
+        """True for cells near the border that a window over the edge can cover, before or after the shift."""
         inner: list[Any] = [slice(None)] * x.dim()
         for axis in self.axes:
             n = x.shape[axis] - self.cells
@@ -61,7 +61,7 @@ def permuted(a: Tensor, b: Tensor) -> float:
 
 
 def typical_error(a: Tensor, b: Tensor) -> float:
-    """Of half of the numbers, among which the border of a large map is not."""
+    """The median of the differences, which the border of a large map does not affect."""
     size, error = b.abs().amax().item(), (a - b).abs().double().median().item()
     return error / size if size else error
 

@@ -14,12 +14,9 @@ from selfconv.testing.shifts.borders import error_away_from_the_border, errors_b
 from selfconv.testing.shifts.motion import GIVEN, Limit, Motion
 from selfconv.testing.shifts.moves import STILL
 
-PLACES = "it treats places differently: its output does not move with its input"
-BETWEEN = (
-    "its input does not move with the image: a function before it, outside any layer, "
-    "treats places differently"
-)
-AFTER = "something after the last layer treats places differently"
+PLACES = "it depends on absolute position: its output does not shift with its input"
+BETWEEN = "its input does not shift with the image: code between the layers depends on absolute position"
+AFTER = "code after the last layer depends on absolute position"
 
 
 @dataclass
@@ -97,7 +94,7 @@ class ShiftTest:
         return moved
 
     def _moved(self, key: Key, stage: Stage, i: int, leaf: Any) -> Any:
-        """Notes how a tensor moved; returns what should be in its place."""
+        """Notes how a tensor moved; returns the exactly shifted one."""
         call, place = self.calls[key], (key, stage, i)
         t = call.leaves[stage][i]
         if not (isinstance(leaf, Tensor) and isinstance(t, Tensor) and leaf.is_floating_point()):

@@ -27,6 +27,7 @@ Place = tuple[float, float]  # row and column, also between pixels
 T = TypeVar("T")
 SAMPLES = 12
 REMEMBERED = 32  # images and models; a few MB each
+COVERED = 12  # images of an occlusion map at a time: a click waits for no more
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Comparison:
 
     Attributes:
         attends: of each model, whether it has self convolution.
+        pause: called by ``occlusion`` between its parts; may wait for what is more urgent.
         lead: the model whose layers are chosen from: of those with self convolution, the one with most.
     """
 
@@ -77,6 +79,7 @@ class Comparison:
         self, models: Sequence[TrainedModel], samples: Sequence[SampleImage], note: str = ""
     ) -> None:
         self.models, self.samples, self.note = list(models), list(samples), note
+        self.pause: Callable[[], None] = lambda: None
         self._seen: Remembered[Seen] = Remembered()
         self._occlusion: Remembered[Tensor] = Remembered()
         seen = [self.inspect(model, self.samples[0].image) for model in range(len(self.models))]
@@ -133,7 +136,11 @@ class Comparison:
         """By how much each logit falls if a part of the image is covered, ``[num_classes, 8, 8]``."""
         normalised = self._normalised(model, image[None])
         network = self.models[model].optimized
-        return self._occlusion.of(model, image, lambda: occlusion_maps(network, normalised))
+
+        def compute() -> Tensor:
+            return occlusion_maps(network, normalised, at_once=COVERED, pause=self.pause)
+
+        return self._occlusion.of(model, image, compute)
 
     def answers(self, model: int, images: NDArray[np.uint8]) -> NDArray[np.float32]:
         """The probabilities ``[N, num_classes]`` of images ``[N, C, size, size]``, not to be remembered."""

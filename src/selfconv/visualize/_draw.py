@@ -113,8 +113,7 @@ def _halo(width: float) -> list[Any]:
 
 def operator(axes: Axes, sign: str) -> None:
     """A sign of an equation to the left of a panel."""
-    place = {"transform": axes.transAxes, "ha": "right", "va": "center"}
-    axes.text(-0.03, 0.5, sign, fontsize=LARGE, **place)
+    axes.text(-0.03, 0.5, sign, fontsize=LARGE, transform=axes.transAxes, ha="right", va="center")
 
 
 def mosaic(tiles: Tensor) -> Tensor:

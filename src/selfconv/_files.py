@@ -7,6 +7,7 @@ import json
 import math
 import os
 import stat
+import tempfile
 import types
 from contextlib import suppress
 from dataclasses import MISSING, Field, fields, is_dataclass
@@ -55,6 +56,55 @@ def write_figure(path: Path, figure: Figure, **options: Any) -> None:
     buffer = BytesIO()
     figure.savefig(buffer, format=path.suffix[1:], **options)
     write_atomically(path, buffer.getvalue())
+
+
+def check_writable(folder: Path, *names: str) -> None:
+    """Raises OSError, in one line, unless files of these names can be written to a folder.
+
+    The folder need not exist yet, nor does it afterwards: so a command can ask before it computes.
+    """
+    missing: list[Path] = []
+    try:
+        for place in (folder, *folder.parents):
+            if os.path.lexists(place):
+                if not place.is_dir():
+                    got = _kind(place) if place == folder else f"{_kind(place)} at {place}"
+                    raise NotADirectoryError(f"{folder}: expected a folder to write to; got {got}")
+                break
+            missing.append(place)
+        for name in names:
+            if (path := folder / name).exists() and not path.is_file():
+                raise FileExistsError(f"{path}: expected a file to write; got {_kind(path)}")
+        _try_to_write(folder, missing)
+    except OSError as error:
+        if error.strerror is None:  # one of those above
+            raise
+        raise OSError(
+            f"{folder}: expected a folder to write to; got one that cannot be written ({error.strerror})"
+        ) from None
+
+
+def _try_to_write(folder: Path, missing: list[Path]) -> None:
+    """Makes the missing folders, the innermost of which is first, and a file, and removes them again."""
+    made: list[Path] = []
+    try:
+        for place in reversed(missing):
+            place.mkdir()
+            made.insert(0, place)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    finally:
+        for place in made:
+            with suppress(OSError):
+                place.rmdir()
+
+
+def _kind(path: Path) -> str:
+    """What is at a path, for a message."""
+    try:
+        return _OTHER_KINDS.get(stat.S_IFMT(os.stat(path).st_mode), "a file")
+    except OSError:
+        return "a broken link"
 
 
 def sync_folder(folder: Path) -> None:

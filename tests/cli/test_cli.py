@@ -327,7 +327,7 @@ def test_an_output_folder_that_holds_other_things(data: Path, run: Path, tmp_pat
         (["predict", "RUN", "broken.png"], "broken.png: not an image: expected BMP, GIF, JPEG, PNG, PPM"),
         (["predict", "RUN"], "predict: expected at least one image"),
         (["export", "RUN", "--to", "model.tflite"], "expected a name that ends in .onnx or .pt2"),
-        (["export", "RUN", "--to", "nowhere/model.onnx"], "no folder 'nowhere'"),
+        (["export", "RUN", "--to", "nowhere/model.onnx"], "got no folder 'nowhere'"),
         (["export", "RUN", "--to", "folder.pt2"], "folder.pt2: expected a file to write; got a folder"),
         (["export", "RUN", "--to", "/proc/model.onnx"], "/proc/model.onnx: "),
         (["export", "RUN", "--to", "/proc/model.pt2"], "/proc/model.pt2: "),

@@ -19,6 +19,7 @@ from selfconv.explorer._answers import Answers, Choice, pixels
 from selfconv.explorer._comparison import (
     Comparison,
     change_in_words,
+    exact_turns_in_words,
     nearest_pixel,
     symmetry_in_words,
     turn,
@@ -173,7 +174,9 @@ def test_every_answer_for_every_kind_of_run(runs: Path, name: str) -> None:
     assert start["models"][0]["name"] == name
     for layer in range(len(start["layers"])):
         for angle in (0, 90, 33):
-            body = {"image": 0, "angle": angle, "home": [3, 4], "layer": layer, "head": 3, "channel": 1}
+            there = [model["layers"][layer] for model in start["models"]]
+            last = {f"{name}s": [one[f"{name}s"] - 1 for one in there] for name in ("head", "channel")}
+            body = {"image": 0, "angle": angle, "home": [3, 4], "layer": layer, **last}
             answer = json.loads(json.dumps(answers.look(answers.choice(body))))
             for model, found in zip(start["models"], answer["models"], strict=True):
                 assert sum(found["probabilities"]) == pytest.approx(1, abs=1e-5)
@@ -183,6 +186,26 @@ def test_every_answer_for_every_kind_of_run(runs: Path, name: str) -> None:
     assert [row["epoch"] for row in seen["metrics"]] == [1, 2]
     assert len(seen["images"]) == (17 if name == "two" else 24)  # as many as there are
     assert "moved by up to 1 pixel, never flipped, never turned" in seen["said"]
+
+
+def test_a_network_beside_a_deeper_one_says_which_layer_it_shows(runs: Path) -> None:
+    """The layers to choose from are those of the network with most; each offers what it has itself."""
+    comparison = Comparison.open(runs / "conv", runs / "p4")
+    answers = Answers(comparison)
+    start = answers.start()
+    assert start["lead"] == 1  # the other has no self convolution
+    assert comparison.attends == [False, True]
+    assert [title.split("(")[1] for title in start["layers"]] == [f"{n})" for n in comparison.layers(1)]
+    names = comparison.layers(1)
+    assert [comparison.layer(0, number) for number in range(len(names))] == names  # of the same name
+    conv, p4 = (model["layers"][0] for model in start["models"])
+    assert (conv["heads"], conv["channels"]) == (1, 8)
+    assert p4["heads"] * p4["channels"] == 8
+    assert (conv["window"], p4["window"]) == (0, 5)
+    comparison._layers[0] = names[:1]  # as if it were shallower
+    body = {"image": 0, "angle": 0, "home": [3, 4], "layer": 2, "heads": [0, 0], "channels": [0, 0]}
+    said = answers.look(answers.choice(body))["models"][0]["maps"]["where"]
+    assert said.startswith(f"{names[0]}, shown for {names[2]}, which this network does not have, ")
 
 
 def test_models_side_by_side(runs: Path) -> None:
@@ -208,9 +231,9 @@ def test_stand_ins_have_no_true_class(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_layers_heads_and_channels_as_the_commands_name_them(answers: Answers) -> None:
     layers = answers.start()["layers"]
-    assert layers[0]["title"] == "stages.0.0.spatial.conv: 16×16 map"
-    assert layers[-1]["title"] == "stages.2.0.spatial.conv: 8×8 map, pooled to 4×4 after attention"
-    found = answers.look(answers.choice(CALL | {"head": 1, "channel": 0}))["models"][0]
+    assert layers[0] == "1 of 3: 16×16 map (stages.0.0.spatial.conv)"
+    assert layers[-1] == "3 of 3: 8×8 map, pooled to 4×4 after attention (stages.2.0.spatial.conv)"
+    found = answers.look(answers.choice(CALL | {"heads": [1, 2]}))["models"][0]
     assert found["filters"]["where"].startswith("stages.0.0.spatial.conv, row 3, column 4 of the 16×16 map, ")
     assert found["filters"]["where"].endswith("head 1, channel 0")
     assert found["maps"]["where"] == "stages.0.0.spatial.conv, 16×16 map, channel 4 of 0 to 15"
@@ -230,7 +253,7 @@ def answers(comparison: Comparison) -> Answers:
 
 def test_the_filters_shown_are_those_of_the_layer(comparison: Comparison, answers: Answers) -> None:
     image, pixel = comparison.samples[3].image, (5, 9)
-    found = answers.pixel(Choice(image, 0, pixel, 0, 2, 0))
+    found = answers.pixel(Choice(image, 0, pixel, 0, (2, 2), (0, 0)))
     assert found["pixel"] == list(pixel)
     for model in (0, 1):
         filters = found["models"][model]["filters"]
@@ -251,7 +274,7 @@ def test_the_filters_shown_are_those_of_the_layer(comparison: Comparison, answer
 
 def test_the_evidence_shown_adds_up(comparison: Comparison, answers: Answers) -> None:
     for angle in (0, 90, 20):
-        choice = Choice(comparison.samples[6].image, angle, (8, 8), 0, 0, 0)
+        choice = Choice(comparison.samples[6].image, angle, (8, 8), 0, (0, 0), (0, 0))
         occlusion = answers.occlusion(choice)["models"]
         for model, found in enumerate(answers.look(choice)["models"]):
             activation = array(found["activation"])
@@ -276,8 +299,9 @@ def test_the_first_view(comparison: Comparison, answers: Answers) -> None:
     assert difference[row, column] > difference.max() / 3  # on the object
     assert 2 <= min(first["pixel"]) <= max(first["pixel"]) < 14
     name = comparison.layer(0, first["layer"])
-    entropy = comparison.inspect(0, sample.image).entropy(name)
-    assert entropy[first["head"], 0, row, column] < entropy.median()
+    for model, head in enumerate(first["heads"]):
+        entropy = comparison.inspect(model, sample.image).entropy(name)
+        assert entropy[head, :, row, column].mean() < entropy.median()
 
 
 def test_titles_say_the_network(answers: Answers) -> None:
@@ -299,16 +323,30 @@ def test_what_a_network_is_built_for(group: str, words: str) -> None:
     assert symmetry_in_words(get_group(group)) == f"Built for {words}."
 
 
+@pytest.mark.parametrize(
+    ("group", "words"),
+    [
+        ("z2", "No turn is exact for a planar network."),
+        ("p4", "Only multiples of 90° are exact for p4: in between, as at 45°, its answer may change."),
+        ("p4m", "Only multiples of 90° are exact for p4m: in between, as at 45°, its answer may change."),
+        ("c8", "Only multiples of 90° are exact for c8, other multiples of 45° are approximate: in between, "
+         "as at 22.5°, its answer may change."),
+    ],
+)  # fmt: skip
+def test_which_turns_are_exact(group: str, words: str) -> None:
+    assert exact_turns_in_words(get_group(group)) == words
+
+
 def test_the_curve_has_the_answers_of_the_page(comparison: Comparison, answers: Answers) -> None:
     for angle in (0, 90, 20):
-        choice = Choice(comparison.samples[4].image, angle, (8, 8), 0, 0, 0)
+        choice = Choice(comparison.samples[4].image, angle, (8, 8), 0, (0, 0), (0, 0))
         for alone, model in zip(
             answers.answer(choice)["models"], answers.look(choice)["models"], strict=True
         ):
             assert alone == pytest.approx(model["probabilities"], abs=1e-6)
 
 
-CALL = {"image": 0, "angle": 0, "home": [3, 4], "layer": 0, "head": 0, "channel": 0}
+CALL = {"image": 0, "angle": 0, "home": [3, 4], "layer": 0, "heads": [0, 0], "channels": [0, 0]}
 
 
 @pytest.mark.parametrize(
@@ -321,8 +359,12 @@ CALL = {"image": 0, "angle": 0, "home": [3, 4], "layer": 0, "head": 0, "channel"
         ({"angle": 181}, "angle: expected −180 to 180"), ({"angle": "90"}, "angle: "),
         ({"angle": 10**400}, "angle: "),
         ({"home": [1]}, "home: expected a row and a column"), ({"home": [1, None]}, "home: "),
-        ({"layer": -1}, "layer, head, channel: "), ({"head": 1.5}, "layer, head, channel: "),
-        ({"channel": True}, "layer, head, channel: "), ({"more": 1}, "expected angle, channel, head, home, "),
+        ({"layer": -1}, "layer: expected 0 to 2; got -1"), ({"layer": 3}, "layer: expected 0 to 2; got 3"),
+        ({"layer": 10**400}, "layer: expected 0 to 2; got something else"),
+        ({"heads": [0, 4]}, "heads, digits_p4_asc: expected 0 to 3; got 4"), ({"heads": [1.5, 0]}, "heads, "),
+        ({"heads": 1}, "heads: expected a list of 2"), ({"heads": [0]}, "heads: expected a list of 2"),
+        ({"channels": [3, 3]}, "channels, digits_p4_asc: expected 0 to 1; got 3"),
+        ({"channels": [0, True]}, "channels, "), ({"more": 1}, "expected angle, channels, heads, home, "),
     ],
     ids=str,
 )  # fmt: skip

@@ -179,7 +179,7 @@ def test_every_control_is_reached_named_and_seen(page: Page) -> None:
         if place == "training-button":
             break
     buttons = {f"sample: {n}" for n in range(10)} | {"left", "upright", "right", "around", "training-button"}
-    choices = {"class", "other", "layer", "head", "channel"}
+    choices = {"class", "other", "layer", "head-0", "channel-0", "head-1", "channel-1"}
     assert reached.keys() == buttons | choices | {"file", "stage", "angle"}
 
 
@@ -257,17 +257,77 @@ def test_the_evidence_adds_up(page: Page) -> None:
 
 def test_layer_head_and_channel(page: Page) -> None:
     planar = card(page, "filters", 0)
-    last = "stages.2.0.spatial.conv: 8×8 map, pooled to 4×4 after attention"
+    last = "3 of 3: 8×8 map, pooled to 4×4 after attention (stages.2.0.spatial.conv)"
     page.locator("#layer").select_option(label=last)
     expect(planar).to_contain_text("of the 8×8 map")
-    page.locator("#channel").select_option(label="3")
-    page.locator("#head").select_option(label="0")
+    page.locator("#channel-0").select_option(label="3")
+    page.locator("#head-0").select_option(label="0")
     expect(planar).to_contain_text("stages.2.0.spatial.conv")
     expect(planar).to_contain_text("head 0, channel 3")
-    before = pictures(page, "#filters .filters")
-    page.locator("#head").select_option(label="2")
+    before, other = pictures(page, "#filters .filters"), card(page, "filters", 1).inner_text()
+    page.locator("#head-0").select_option(label="2")
     expect(planar).to_contain_text("head 2, channel 3")
-    assert pictures(page, "#filters .filters") != before
+    assert pictures(page, "#filters .filters")[:5] != before[:5]
+    assert pictures(page, "#filters .filters")[5:] == before[5:]  # each network has its own
+    assert card(page, "filters", 1).inner_text() == other
+
+
+def offered(page: Page, what: str) -> list[str]:
+    return page.locator(f"#{what} option").all_inner_texts()
+
+
+def test_no_network_is_offered_heads_or_channels_that_it_does_not_have(page: Page) -> None:
+    """In the first layer the planar network has 4 channels of a head, the one on p4 has 2."""
+    assert offered(page, "channel-0") == ["0", "1", "2", "3"]
+    assert offered(page, "channel-1") == ["0", "1"]
+    assert offered(page, "head-0") == offered(page, "head-1") == ["0", "1", "2", "3"]
+    page.locator("#layer").select_option(index=2)
+    expect(card(page, "filters", 0)).to_contain_text("of the 8×8 map")
+    for network, count in ((0, 8), (1, 4)):
+        assert len(offered(page, f"channel-{network}")) == count
+        page.locator(f"#channel-{network}").select_option(index=count - 1)
+        expect(card(page, "filters", network)).to_contain_text(f"channel {count - 1}")
+    page.locator("#layer").select_option(index=0)  # which has fewer
+    for network, last in ((0, "3"), (1, "1")):
+        expect(card(page, "filters", network)).to_contain_text(
+            re.compile(rf"16×16 map, head \d, channel {last}")
+        )
+        expect(page.locator(f"#channel-{network}")).to_have_value(last)
+        assert len(offered(page, f"channel-{network}")) == int(last) + 1
+    page.get_by_role("button", name="sample: 6").click()  # another image changes none of it
+    expect(card(page, "decisions", 1)).to_contain_text("✓ true class 6")
+    expect(page.locator("#channel-0")).to_have_value("3")
+    expect(page.locator("#layer")).to_have_value("0")
+
+
+def test_a_class_is_not_compared_with_itself(page: Page) -> None:
+    other, evidence = page.locator("#other"), card(page, "decisions", 0).locator(".activation figcaption")
+    other.select_option(label="5")
+    expect(evidence).to_contain_text("for “3” rather than “5”")
+    page.locator("#class").select_option(label="5")
+    expect(other).to_have_value("-2")  # the runner-up
+    expect(evidence).to_contain_text("for “5” rather than “")
+    assert other.locator("option:disabled").all_inner_texts() == ["5"]
+    page.locator("#class").select_option(label="the answer of each network")
+    assert other.locator("option:disabled").count() == 0
+    other.select_option(label="3")
+    expect(evidence).to_contain_text("for “3” (which is the answer: not compared with itself)")
+    page.get_by_role("button", name="sample: 6").click()
+    expect(evidence).to_contain_text("for “6” rather than “3”")
+
+
+def test_the_equation_has_its_operators(page: Page) -> None:
+    for network, rows in ((0, 1), (1, 4)):
+        table = card(page, "filters", network).locator(".filters")
+        signs = table.locator("tbody .operator").all_inner_texts()
+        assert signs == ["Σ", "×", "×", "=", "+ Σ", "="] * rows
+        words = "Σ neighbours × (template × attention = filter) + Σ position = output"
+        expect(table.locator("caption")).to_have_text(words)
+
+
+def test_the_curve_says_which_angles_are_exact(page: Page) -> None:
+    caption = page.locator("#curve-caption")
+    expect(caption).to_contain_text("Only multiples of 90° are exact for p4: in between, as at 45°,")
 
 
 class Held:
@@ -314,7 +374,7 @@ def test_frame_and_filters_are_of_one_pixel(page: Page, change: str) -> None:
     if change == "turn":
         page.get_by_role("button", name="turn left by 90°").click()
     else:
-        page.locator(f"#{change}").select_option(index=1)
+        page.locator("#layer" if change == "layer" else "#head-0").select_option(index=1)
     click_pixel(page, 5, 2)
     page.wait_for_timeout(300)
     assert len(set(framed(page))) == 1
@@ -342,9 +402,9 @@ def test_controls_show_what_is_shown_after_an_error(server: Server, browser: Bro
     message = page.locator("#message")
     expect(message).to_have_text("no such turn")
     expect(page.locator("#degrees")).to_have_text("0°")
-    before = page.locator("#head").input_value()
-    page.locator("#head").select_option(index=0 if before == "1" else 1)
-    expect(page.locator("#head")).to_have_value(before)
+    before = page.locator("#head-0").input_value()
+    page.locator("#head-0").select_option(index=0 if before == "1" else 1)
+    expect(page.locator("#head-0")).to_have_value(before)
     page.unroute("**/api/look")
     page.get_by_role("button", name="turn left by 90°").click()
     expect(page.locator("#degrees")).to_have_text("90°")
@@ -425,9 +485,9 @@ def test_a_network_without_attention_whose_data_are_not_there(browser: Browser, 
         expect(page.locator(".mark-right, .mark-wrong")).to_have_count(0)
         answer = page.locator(".answer b").inner_text()
         expect(page.locator("#curve-caption")).to_contain_text(f"Probability of “{answer}”")
-        for hidden in ("#filters-section", "#head", "#click-hint", "#pixel", "#window"):
+        for hidden in ("#filters-section", "#head-0", "#click-hint", "#pixel", "#window"):
             expect(page.locator(hidden)).to_be_hidden()
-        page.locator("#channel").select_option(label="3")
+        page.locator("#channel-0").select_option(label="3")
         expect(page.locator("#maps")).to_contain_text("channel 3 of 0 to")
         assert page.locator("#class option").first.inner_text() == "the answer"
         name = page.locator("#verdicts .name")
@@ -472,7 +532,7 @@ def test_wrong_methods_and_malformed_requests(server: Server) -> None:
     for body in (b"", b"{", b"[]", b"null", b'{"image": 0}', b'{"a":1,"a":2}', b"[" * 4000, b"\xff"):
         status, text = server.ask("/api/look", "POST", body)
         assert (status, text.count("\n")) == (400, 0), body
-    path = b'{"image":"/etc/passwd","angle":0,"home":[0,0],"layer":0,"head":0,"channel":0}'
+    path = b'{"image":"/etc/passwd","angle":0,"home":[0,0],"layer":0,"heads":[0,0],"channels":[0,0]}'
     status, text = server.ask("/api/look", "POST", path)
     assert (status, text) == (400, "image: expected the number of a sample, or 256 bytes in base64")
 
@@ -555,7 +615,7 @@ def test_broken_requests_leave_no_error(server: Server) -> None:
 
 def test_many_requests_at_once(server: Server) -> None:
     """Each gets the answer to its own question, although two threads compute them."""
-    call = '{"image":%d,"angle":%d,"home":[3,4],"layer":0,"head":0,"channel":0}'
+    call = '{"image":%d,"angle":%d,"home":[3,4],"layer":0,"heads":[0,0],"channels":[0,0]}'
     names = ("look", "occlusion", "answer", "pixel")
     questions = [(names[n % 4], (call % (n % 10, 15 * (n % 7))).encode()) for n in range(24)]
 

@@ -10,12 +10,14 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import PIL.Image
 import pytest
+import torch
 from helpers.bombs import png_that_claims
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +25,9 @@ from hypothesis import strategies as st
 from selfconv import cli
 from selfconv.data import DataError
 from selfconv.explorer import _server
-from selfconv.explorer._server import read_upload
+from selfconv.explorer._comparison import Comparison
+from selfconv.explorer._server import Urgent, read_upload
+from selfconv.visualize import occlusion_maps
 
 # ---- uploads ----
 
@@ -250,3 +254,32 @@ def test_non_loopback_host_prints_a_warning(
     assert (allowed == [None]) == warned
     assert at_exit == [gc.freeze]
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_other_work_lets_what_is_urgent_pass() -> None:
+    urgent, order = Urgent(), list[str]()
+
+    def other() -> None:
+        urgent.let_pass(30)
+        order.append("other")
+
+    with urgent():
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+        order.append("urgent")
+    thread.join(30)
+    assert order == ["urgent", "other"]
+    urgent.let_pass(30)  # at once
+    with urgent():
+        urgent.let_pass(0.01)  # not for ever
+
+
+def test_occlusion_pauses_between_its_parts() -> None:
+    comparison = Comparison.open()
+    image, calls = comparison.samples[3].image, list[int]()
+    whole = occlusion_maps(comparison.models[1].optimized, comparison._normalised(1, image[None]))
+    comparison.pause = lambda: calls.append(1)
+    assert torch.allclose(comparison.occlusion(1, image), whole, atol=1e-4)
+    assert len(calls) == 5  # 49 windows, 12 at a time

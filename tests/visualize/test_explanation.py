@@ -205,7 +205,7 @@ def test_a_picture_that_cannot_be_written_loses_no_prediction(
     Image.new("L", (16, 16)).save(tmp_path / "black.png")
     (tmp_path / "file").write_text("")
     assert run_cli("predict", "digits_asc", tmp_path / "black.png", "--explain", tmp_path / "file") == 2
-    said = f"selfconv: {tmp_path / 'file'}: expected a folder for the explanations; got a file\n"
+    said = f"selfconv: {tmp_path / 'file'}: expected a folder to write to; got a file\n"
     assert capsys.readouterr().err == said
     why = tmp_path / "why"
     assert run_cli("predict", "digits_asc", tmp_path / "missing.png", "--explain", why) == 2

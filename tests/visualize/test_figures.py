@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
+from importlib.resources import files
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pytest
 import torch
@@ -15,6 +18,7 @@ from helpers.tiny_models import tiny
 from helpers.tiny_runs import run_cli, tiny_config, tiny_data
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
@@ -24,6 +28,7 @@ from selfconv.models import create_model
 from selfconv.train import train
 from selfconv.visualize import Inspection, equivariance_view, layer_filters
 from selfconv.visualize._choice import choose_pixels
+from selfconv.visualize._draw import FRAME, POSITIVE, SIGNED
 from selfconv.visualize.figures import (
     entropy_figure,
     equivariance_figure,
@@ -458,3 +463,48 @@ def test_without_matplotlib_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert run_cli("figures", "digits_conv", "--out", tmp_path / "out") == 2
     assert "drawing pictures needs matplotlib: pip install 'selfconv[plot]'" in capsys.readouterr().err
+
+
+# ---- colours and signs ----
+
+VISION = {  # linear RGB as others see it: Machado, Oliveira and Fernandes (2009), complete deficiency
+    "normal": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
+    "protan": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
+    "deutan": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
+    "tritan": [[1.256, -0.077, -0.179], [-0.078, 0.931, 0.148], [0.005, 0.691, 0.304]],
+}
+TO_XYZ = np.array([[0.4339, 0.3762, 0.1899], [0.2126, 0.7152, 0.0722], [0.0177, 0.1095, 0.8728]])
+
+
+def lab(colours: Any, vision: str) -> np.ndarray:
+    """CIE L*a*b* of sRGB colours: distances in it are about as large as they look."""
+    given = np.asarray(colours, float)[..., :3]
+    linear = np.where(given <= 0.04045, given / 12.92, ((given + 0.055) / 1.055) ** 2.4)
+    xyz = np.clip(linear @ np.array(VISION[vision]).T, 0, 1) @ TO_XYZ.T
+    x, y, z = np.moveaxis(np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116), -1, 0)
+    return np.stack([116 * y - 16, 500 * (x - y), 200 * (y - z)], -1)
+
+
+@pytest.mark.parametrize("vision", VISION)
+@pytest.mark.parametrize("shades", [SIGNED, POSITIVE, "gray"])
+def test_the_mark_of_a_pixel_looks_like_no_value(vision: str, shades: str) -> None:
+    """In figures and on the page, to colour-blind people too; 2 is the least difference that one sees."""
+    css = (files("selfconv.explorer") / "static" / "page.css").read_text()
+    found = re.search(r"--frame: (#[0-9a-f]{6});", css)
+    assert found
+    assert found[1] == FRAME.lower()
+    values = lab(matplotlib.colormaps[shades](np.linspace(0, 1, 101)), vision)
+    assert np.linalg.norm(values - lab(to_rgb(FRAME), vision), axis=-1).min() > 12
+
+
+def test_the_equation_has_its_operators() -> None:
+    view = Inspection(tiny("resnet29_asc"), IMAGE).look(LAYER, (2, 3), 1)
+    pixel, schematic = pixel_figure(IMAGE, view), schematic_figure(IMAGE, view)
+    assert signs(pixel) == ["Σ", "× (", "×", "=", ") + Σ"]
+    assert signs(schematic) == ["×", "=", "×", "=", "×", "+", "=", "×", "="]
+    for figure in (pixel, schematic):
+        assert_readable(figure)
+
+
+def signs(figure: Figure) -> list[str]:
+    return [text.get_text() for axes in figure.axes for text in axes.texts if text.get_text()]

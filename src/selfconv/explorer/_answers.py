@@ -19,6 +19,7 @@ from selfconv.explorer._comparison import (
     Image,
     Place,
     change_in_words,
+    exact_turns_in_words,
     follow_in_words,
     kind,
     load_own_data,
@@ -43,15 +44,16 @@ class Choice:
     """What the user has chosen.
 
     image is upright; home: the chosen pixel on the upright image; it is rotated with the image by ``angle``.
-    layer, head and channel count from 0, and a model that has fewer shows its last.
+    layer counts those of the comparison's lead. Each model has a head, and a channel of it: they count from
+    0, and what one model has another may not.
     """
 
     image: Image
     angle: float
     home: Place
     layer: int
-    head: int
-    channel: int
+    heads: tuple[int, ...]
+    channels: tuple[int, ...]
 
 
 class Answers:
@@ -60,11 +62,23 @@ class Answers:
     def __init__(self, comparison: Comparison) -> None:
         self.comparison = comparison
         self.data = comparison.models[0].data
+        layers, models = range(len(comparison.layers(comparison.lead))), range(len(comparison.models))
+        self.heads = [[self._heads(model, number) for number in layers] for model in models]
+        self.channels = [[self._channels(model, number) for number in layers] for model in models]
 
     @property
     def largest_call(self) -> int:
         """Bytes of a request that carries an image."""
         return 4 * math.ceil(self.data.in_channels * self.data.size**2 / 3) + 2**12
+
+    def _heads(self, model: int, number: int) -> int:
+        layer = self.comparison.models[model].model.get_submodule(self.comparison.layer(model, number))
+        return getattr(layer, "num_heads", 1)
+
+    def _channels(self, model: int, number: int) -> int:
+        """Channels of a head."""
+        maps = self.comparison.inspect(model, self.comparison.samples[0].image).maps
+        return len(maps[self.comparison.layer(model, number)]) // self._heads(model, number)
 
     # ---- once ----
 
@@ -83,8 +97,9 @@ class Answers:
                 {"name": sample.name, "label": sample.label, "image": pixels(sample.image)}
                 for sample in comparison.samples
             ],
-            "attention": any(self._sees(model) for model in range(len(comparison.models))),
-            "layers": self._layers(),
+            "attention": any(comparison.attends),
+            "layers": [layer["title"] for layer in self._layers(comparison.lead)],
+            "lead": comparison.lead,
             "first": {"sample": first, **self._first_view(comparison.samples[first].image)},
         }
 
@@ -99,68 +114,66 @@ class Answers:
             "title": network_title(trained),
             "meaning": symmetry_in_words(trained.model.group),
             "facts": ", ".join(facts),
+            "exact": exact_turns_in_words(trained.model.group),
             "planes": plane_names(trained.model.group),
+            "attention": self.comparison.attends[model],
+            "layers": self._layers(model),
         }
 
-    def _layers(self) -> list[Json]:
-        """The layers to choose from are those of the first model."""
-        inspection = self.comparison.inspect(0, self.comparison.samples[0].image)
-        sizes = {info.name: info.size for info in inspection.layers}
-        windows = {info.name: 2 * max(info.layer.window.reach) + 1 for info in inspection.layers}
-        layers = []
-        for number, name in enumerate(self.comparison.layers(0)):
+    def _layers(self, model: int) -> list[Json]:
+        """What a model shows for each layer of the lead, and how many heads and channels it has there."""
+        comparison = self.comparison
+        inspection = comparison.inspect(model, comparison.samples[0].image)
+        infos = {info.name: info for info in inspection.layers}
+        own, layers = comparison.layers(model), []
+        for number in range(len(comparison.layers(comparison.lead))):
+            name = comparison.layer(model, number)
             passed = tuple(inspection.maps[name].shape[-2:])
-            h, w = sizes.get(name, passed)
+            h, w = infos[name].size if name in infos else passed
             pooled = "" if passed == (h, w) else f", pooled to {passed[0]}×{passed[1]} after attention"
-            models = range(len(self.comparison.models))
+            place = f"{own.index(name) + 1} of {len(own)}"
             layers.append(
                 {
-                    "title": f"{name}: {h}×{w} map{pooled}",
+                    "title": f"{place}: {h}×{w} map{pooled} ({name})",
                     "size": [h, w],
-                    "window": windows.get(name, 0),
-                    "heads": max(self._heads(model, number) for model in models),
-                    "channels": max(self._channels(model, number) for model in models),
+                    "window": 2 * max(infos[name].layer.window.reach) + 1 if name in infos else 0,
+                    "heads": self.heads[model][number],
+                    "channels": self.channels[model][number],
                 }
             )
         return layers
 
-    def _sees(self, model: int) -> bool:
-        """Whether a model has self convolution."""
-        return bool(self.comparison.inspect(model, self.comparison.samples[0].image).layers)
-
-    def _layer(self, model: int, number: int) -> torch.nn.Module:
-        return self.comparison.models[model].model.get_submodule(self.comparison.layer(model, number))
-
-    def _heads(self, model: int, number: int) -> int:
-        return getattr(self._layer(model, number), "num_heads", 1)
-
-    def _channels(self, model: int, number: int) -> int:
-        """Channels of a head."""
-        maps = self.comparison.inspect(model, self.comparison.samples[0].image).maps
-        return len(maps[self.comparison.layer(model, number)]) // self._heads(model, number)
-
     def _first_view(self, image: Image) -> Json:
-        """The layer, head and pixel where the attention of the models is most selective."""
-        size = image.shape[1]
-        start: Json = {"layer": 0, "head": 0, "channel": 0, "pixel": [size // 2, size // 2]}
-        inspections = [self.comparison.inspect(m, image) for m in range(len(self.comparison.models))]
+        """The layer and pixel where the attention of the models is most selective; of each model, a head
+        that is selective there, and the channel with the strongest filter."""
+        size, lead, models = image.shape[1], self.comparison.lead, range(len(self.comparison.models))
+        start: Json = {"layer": 0, "pixel": [size // 2, size // 2]}
+        inspections = [self.comparison.inspect(model, image) for model in models]
         best = -1.0
-        for number, info in enumerate(inspections[0].layers):
-            scores = selectivity(inspections[0], info.name)  # [heads, h, w]
-            for model, other in enumerate(inspections[1:], 1):
+        for number, info in enumerate(inspections[lead].layers):
+            scores = selectivity(inspections[lead], info.name)  # [heads, h, w]
+            for model in models:
                 name = self.comparison.layer(model, number)
-                if other.layers and (more := selectivity(other, name)).shape == scores.shape:
-                    scores = scores * more
+                if model != lead and self.comparison.attends[model]:
+                    more = selectivity(inspections[model], name)
+                    scores = scores * more if more.shape == scores.shape else scores
             place, (h, w) = int(scores.argmax()), info.size
             if h == size and float(scores.max()) > best:  # of layers that see the image at full resolution
-                best, (head, pixel) = float(scores.max()), divmod(place, h * w)
-                start |= {"layer": number, "head": head, "pixel": [pixel // w, pixel % w]}
-        if inspections[0].layers:
-            name = self.comparison.layer(0, start["layer"])
-            i, j = start["pixel"]
-            view = inspections[0].look(name, (i, j), start["head"])
-            start["channel"] = int(view.effective.abs().transpose(0, 2).flatten(1).sum(1).argmax())
-        return start
+                best = float(scores.max())
+                start |= {"layer": number, "pixel": [place % (h * w) // w, place % w]}
+        row, column = start["pixel"]
+        views = []
+        for model, inspection in enumerate(inspections):
+            if not self.comparison.attends[model]:
+                views.append((0, 0))
+                continue
+            name = self.comparison.layer(model, start["layer"])
+            i, j = inspection.to_map(name, (row, column))
+            head = int(selectivity(inspection, name)[:, i, j].argmax())
+            strength = inspection.look(name, (i, j), head).effective.abs()
+            views.append((head, int(strength.transpose(0, 2).flatten(1).sum(1).argmax())))
+        heads, channels = zip(*views, strict=True)
+        return start | {"heads": list(heads), "channels": list(channels)}
 
     # ---- an interaction each ----
 
@@ -220,39 +233,42 @@ class Answers:
 
     def _filters(self, model: int, choice: Choice, turned: Image) -> Json | None:
         """How one channel of a head computes its output at the pixel: None without self convolution."""
-        inspection = self.comparison.inspect(model, turned)
-        if not inspection.layers:
+        if not self.comparison.attends[model]:
             return None
+        inspection = self.comparison.inspect(model, turned)
         name = self.comparison.layer(model, choice.layer)
         row, column = self._pixel(choice)
-        views = inspection.look_all(name, inspection.to_map(name, (row, column)))
-        view = views[min(choice.head, len(views) - 1)]
-        channel = min(choice.channel, view.psi.shape[2] - 1)
-        i, j = view.pixel
-        h, w = view.size
+        i, j = inspection.to_map(name, (row, column))
+        view = inspection.look(name, (i, j), choice.heads[model])
+        channel, (h, w) = choice.channels[model], view.size
         return {
-            "where": f"{name}, row {i}, column {j} of the {h}×{w} map, head {view.head}, channel {channel}",
+            "where": f"{self._place(model, choice.layer)}, row {i}, column {j} of the {h}×{w} map, "
+            f"head {view.head}, channel {channel}",
             "head": view.head,
             "output": view.output[:, channel].tolist(),
-            "heads": numbers(torch.stack([v.alpha for v in views])),  # [heads, P, k, k]
+            "heads": numbers(inspection.alpha(name)[..., i, j]),  # [heads, P, k, k]
             **_parts(view, channel),
         }
+
+    def _place(self, model: int, number: int) -> str:
+        """A layer in words, and that it is another than the one that was chosen, if it is."""
+        name, chosen = (self.comparison.layer(m, number) for m in (model, self.comparison.lead))
+        other = "" if name == chosen else f", shown for {chosen}, which this network does not have"
+        return f"{name}{other}"
 
     def _maps(self, model: int, choice: Choice, turned: Image) -> Json:
         name = self.comparison.layer(model, choice.layer)
         before = self.comparison.inspect(model, choice.image).maps[name]
         after = self.comparison.inspect(model, turned).maps[name]
-        heads = self._heads(model, choice.layer)
-        per_head = len(before) // heads
-        channel = min(choice.head, heads - 1) * per_head + min(choice.channel, per_head - 1)
+        channel = choice.heads[model] * self.channels[model][choice.layer] + choice.channels[model]
         said = ""
         if choice.angle and choice.angle % 90 == 0:
             error = self.comparison.map_error(model, choice.image, int(choice.angle) // 90, name)
             said = follow_in_words(error)
         planes = len(self.comparison.models[model].model.group)
         return {
-            "where": f"{name}, {before.shape[-2]}×{before.shape[-1]} map, channel {channel} of 0 to "
-            f"{len(before) - 1}",
+            "where": f"{self._place(model, choice.layer)}, {before.shape[-2]}×{before.shape[-1]} map, "
+            f"channel {channel} of 0 to {len(before) - 1}",
             "said": said,
             "upright": numbers(before[channel].reshape(planes, *before.shape[-2:])),
             "turned": numbers(after[channel].reshape(planes, *after.shape[-2:])),
@@ -266,7 +282,7 @@ class Answers:
         Raises:
             ValueError: it is none.
         """
-        expected = {"image", "angle", "home", "layer", "head", "channel"}
+        expected = {"image", "angle", "home", "layer", "heads", "channels"}
         if not isinstance(content, dict) or content.keys() != expected:
             raise ValueError(f"expected {', '.join(sorted(expected))}")
         home = content["home"]
@@ -274,10 +290,21 @@ class Answers:
             raise ValueError("home: expected a row and a column")
         if not _is_number(content["angle"], 180):
             raise ValueError("angle: expected −180 to 180")
-        counts = [content[name] for name in ("layer", "head", "channel")]
-        if not all(type(n) is int and 0 <= n < 2**31 for n in counts):
-            raise ValueError("layer, head, channel: expected numbers from 0 on")
-        return Choice(self._image(content["image"]), content["angle"], (home[0], home[1]), *counts)
+        layer = _count("layer", content["layer"], len(self.comparison.layers(self.comparison.lead)))
+        heads = self._of_each_model("heads", content["heads"], layer, self.heads)
+        channels = self._of_each_model("channels", content["channels"], layer, self.channels)
+        return Choice(
+            self._image(content["image"]), content["angle"], (home[0], home[1]), layer, heads, channels
+        )
+
+    def _of_each_model(self, name: str, given: Any, layer: int, counts: list[list[int]]) -> tuple[int, ...]:
+        models = self.comparison.models
+        if not isinstance(given, list) or len(given) != len(models):
+            raise ValueError(f"{name}: expected a list of {len(models)}, one for each network")
+        return tuple(
+            _count(f"{name}, {model.name}", number, of_model[layer])
+            for model, number, of_model in zip(models, given, counts, strict=True)
+        )
 
     def _image(self, content: Any) -> Image:
         """A sample by its number, or pixels as ``pixels`` has written them."""
@@ -295,6 +322,13 @@ class Answers:
 
 def _is_number(value: Any, largest: float) -> bool:
     return type(value) in (int, float) and abs(value) <= largest
+
+
+def _count(name: str, given: Any, count: int) -> int:
+    if type(given) is not int or not 0 <= given < count:
+        shown = given if type(given) is int and abs(given) < 2**63 else "something else"
+        raise ValueError(f"{name}: expected 0 to {count - 1}; got {shown}")
+    return given
 
 
 def _parts(view: PixelView, channel: int) -> Json:

@@ -27,6 +27,7 @@ Place = tuple[float, float]  # row and column, also between pixels
 T = TypeVar("T")
 SAMPLES = 12
 REMEMBERED = 32  # images and models; a few MB each
+COVERED = 12  # images of an occlusion map at a time: a click waits for no more
 
 
 @dataclass(frozen=True)
@@ -67,14 +68,25 @@ class Comparison:
     Args:
         models: the one that the page is about first.
         note: what the user should know about the samples.
+
+    Attributes:
+        attends: of each model, whether it has self convolution.
+        pause: called by ``occlusion`` between its parts; may wait for what is more urgent.
+        lead: the model whose layers are chosen from: of those with self convolution, the one with most.
     """
 
     def __init__(
         self, models: Sequence[TrainedModel], samples: Sequence[SampleImage], note: str = ""
     ) -> None:
         self.models, self.samples, self.note = list(models), list(samples), note
+        self.pause: Callable[[], None] = lambda: None
         self._seen: Remembered[Seen] = Remembered()
         self._occlusion: Remembered[Tensor] = Remembered()
+        seen = [self.inspect(model, self.samples[0].image) for model in range(len(self.models))]
+        self._layers = [[info.name for info in one.layers] or list(one.maps) for one in seen]
+        self.attends = [bool(one.layers) for one in seen]
+        depths = [(attends, len(names)) for attends, names in zip(self.attends, self._layers, strict=True)]
+        self.lead = depths.index(max(depths))
 
     @classmethod
     def open(cls, *places: str | Path) -> Self:
@@ -124,7 +136,11 @@ class Comparison:
         """By how much each logit falls if a part of the image is covered, ``[num_classes, 8, 8]``."""
         normalised = self._normalised(model, image[None])
         network = self.models[model].optimized
-        return self._occlusion.of(model, image, lambda: occlusion_maps(network, normalised))
+
+        def compute() -> Tensor:
+            return occlusion_maps(network, normalised, at_once=COVERED, pause=self.pause)
+
+        return self._occlusion.of(model, image, compute)
 
     def answers(self, model: int, images: NDArray[np.uint8]) -> NDArray[np.float32]:
         """The probabilities ``[N, num_classes]`` of images ``[N, C, size, size]``, not to be remembered."""
@@ -152,13 +168,13 @@ class Comparison:
 
     def layers(self, model: int) -> list[str]:
         """Self-convolution layers in their order; of a network without any, all its spatial layers."""
-        inspection = self.inspect(model, self.samples[0].image)
-        return [info.name for info in inspection.layers] or list(inspection.maps)
+        return self._layers[model]
 
     def layer(self, model: int, number: int) -> str:
-        """The layer at that place in the first model; in a shallower model the last."""
-        names = self.layers(model)
-        return names[min(number, len(names) - 1)]
+        """The layer for one of the lead: of the same name, or else in the same place, in a shallower model
+        the last."""
+        name, names = self._layers[self.lead][number], self._layers[model]
+        return name if name in names else names[min(number, len(names) - 1)]
 
     def map_error(self, model: int, image: Image, quarters: int, layer: str) -> float | None:
         """How far a layer's map of the image turned is from its map turned, relative to its largest value.
@@ -299,6 +315,19 @@ def symmetry_in_words(group: Group) -> str:
     turns = sum(a * d - b * c > 0 for (a, b), (c, d) in group.matrices)
     parts = ["shifts"] + [f"turns by {360 / turns:g}°"] * (turns > 1) + ["mirroring"] * (turns < len(group))
     return f"Built for {', '.join(parts[:-1])} and {parts[-1]}."
+
+
+def exact_turns_in_words(group: Group) -> str:
+    """At which angles a network on this group gives the same answer, and where it may not."""
+    turns = [s for s, ((a, b), (c, d)) in enumerate(group.matrices) if a * d - b * c > 0]
+    step, exact = 360 / len(turns), 360 / sum(group.exact[s] for s in turns)
+    if len(turns) == 1:
+        return f"No turn is exact for a {'planar' if len(group) == 1 else group.name} network."
+    others = "" if exact == step else f", other multiples of {step:g}° are approximate"
+    return (
+        f"Only multiples of {exact:g}° are exact for {group.name}{others}: in between, as at {step / 2:g}°, "
+        "its answer may change."
+    )
 
 
 def change_in_words(before: NDArray[np.float32], after: NDArray[np.float32], names: Sequence[str]) -> str:

@@ -19,7 +19,7 @@ import warnings
 import webbrowser
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -74,6 +74,29 @@ class Refused(Exception):
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
         self.status = status
+
+
+class Urgent:
+    """What somebody waits for, and a way for other work to let it pass: with it, it shares the processor."""
+
+    def __init__(self) -> None:
+        self._changed, self._count = threading.Condition(), 0
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self._changed:
+            self._count += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._count -= 1
+                self._changed.notify_all()
+
+    def let_pass(self, seconds: float = 1.0) -> None:
+        """Returns when nothing is urgent, or after so many seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._count, seconds)
 
 
 class Guard:
@@ -174,7 +197,8 @@ def read_upload(content: bytes, size: int, channels: int, pixels: PixelRange | N
 def make_app(answers: Answers, pixel_range: PixelRange | None = None) -> Starlette:
     """The page: its files, and an endpoint for each interaction.
 
-    One thread computes what follows a click, another what the page asks for when nobody waits.
+    One thread computes what follows a click, another what the page asks for when nobody waits, and pauses
+    while the first computes.
 
     Args:
         pixel_range: of uploads; by default that of the training images.
@@ -186,11 +210,14 @@ def make_app(answers: Answers, pixel_range: PixelRange | None = None) -> Starlet
 
     click = ThreadPoolExecutor(1, "click")  # a model is observed by hooks, so one image at a time
     later = ThreadPoolExecutor(1, "later")
+    urgent = Urgent()
+    answers.comparison.pause = urgent.let_pass
     folder = files("selfconv.explorer") / "static"
 
     async def computed(call: Callable[[], Any], thread: ThreadPoolExecutor = click) -> Response:
         try:
-            found = await asyncio.get_running_loop().run_in_executor(thread, call)
+            with urgent() if thread is click else nullcontext():
+                found = await asyncio.get_running_loop().run_in_executor(thread, call)
         except (DataError, ValueError) as error:
             raise Refused(400, str(error)) from None
         return JSONResponse(found)

@@ -86,11 +86,20 @@ Replace = Callable[[Key, Stage, list[Any]], list[Any]]
 def look_away(*_: Any) -> None: ...
 
 
-def run_observed(model: nn.Module, x: Tensor | Images, observe: Observer) -> list[Any]:
+def run_observed(
+    model: nn.Module,
+    x: Tensor | Images,
+    observe: Observer,
+    *,
+    only: Callable[[nn.Module], bool] = lambda _: True,
+) -> list[Any]:
     """Runs a model, on x or on each tensor of x, with hooks on its layers: its outputs as a flat list.
 
     ``observe((name, calls before), module, "input" or "output", tensors, nesting)`` may return other tensors,
     which then take the place of the layer's arguments or outputs.
+
+    Args:
+        only: whether a layer is observed; the others run without the cost of a hook.
     """
     counts: Counter[str] = Counter()
 
@@ -109,7 +118,7 @@ def run_observed(model: nn.Module, x: Tensor | Images, observe: Observer) -> lis
 
     handles = []
     for name, module in model.named_modules():
-        if _is_layer(name, module):
+        if _is_layer(name, module) and only(module):
             handles.append(module.register_forward_pre_hook(partial(before, name), with_kwargs=True))
             handles.append(module.register_forward_hook(partial(after, name), with_kwargs=True))
     try:

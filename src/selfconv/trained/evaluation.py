@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from selfconv._files import write_atomically, write_figure, write_json
+from selfconv._files import check_writable, write_atomically, write_figure, write_json
 from selfconv._text import escape_for_terminal
 from selfconv.data import DataInfo, Split
 from selfconv.groups import P4
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 UPRIGHT, *TURNS = P4.element_names
+FILES = ("evaluation.json", "predictions.csv")
+PICTURES = ("confusion.png", "rotation.png", "mistakes.png")
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     **{name: partial(P4.act_planar, s=s) for s, name in enumerate(P4.element_names)},
     "mirrored": lambda x: x.flip(-1),
@@ -230,8 +232,11 @@ def evaluate(
         watch: called with the completed fraction and a status line.
 
     Raises:
+        OSError: ``out`` is given and cannot be written to; nothing has been computed.
         EvaluationNotSaved: the files cannot be written; the error has the results.
     """
+    if out is not None:
+        check_writable(Path(out), *_files_to_write(pictures))
     dataset = trained.open_data(data, pixel_range)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = torch.device("cpu") if device is None else device
@@ -268,18 +273,26 @@ class EvaluationNotSaved(OSError):
         self.evaluation = evaluation
 
 
+def _files_to_write(pictures: bool) -> tuple[str, ...]:
+    """Without matplotlib no pictures: the numbers are in the other files."""
+    return (*FILES, *PICTURES) if pictures and find_spec("matplotlib") is not None else FILES
+
+
 def _save(
     trained: TrainedModel, evaluation: Evaluation, table: PredictionTable, folder: Path, pictures: bool
 ) -> None:
+    names = _files_to_write(pictures)
+    check_writable(folder, *names)  # all, before one of an earlier evaluation is replaced
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "evaluation.json", asdict(evaluation))
-    write_atomically(folder / "predictions.csv", table.to_csv().encode())
-    if not pictures or find_spec("matplotlib") is None:  # the numbers are in the file
+    evaluation_file, predictions_file = (folder / name for name in FILES)
+    write_json(evaluation_file, asdict(evaluation))
+    write_atomically(predictions_file, table.to_csv().encode())
+    if names == FILES:
         return
-    write_figure(folder / "confusion.png", confusion_figure(evaluation), dpi=120)
-    curve = {trained.name: evaluation.rotation}
-    write_figure(folder / "rotation.png", rotation_figure(curve, evaluation.data), dpi=120)
-    write_figure(folder / "mistakes.png", table.mistakes_figure(evaluation.data), dpi=120)
+    curve = rotation_figure({trained.name: evaluation.rotation}, evaluation.data)
+    figures = confusion_figure(evaluation), curve, table.mistakes_figure(evaluation.data)
+    for name, figure in zip(PICTURES, figures, strict=True):
+        write_figure(folder / name, figure, dpi=120)
 
 
 def confusion_figure(evaluation: Evaluation) -> Figure:

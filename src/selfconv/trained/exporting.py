@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from selfconv._files import check_writable
 from selfconv.data import DataInfo, PixelRange
 from selfconv.models import compile_program, export_onnx, export_program
 from selfconv.trained.model import TrainedModel
@@ -151,10 +152,10 @@ def export(trained: TrainedModel, path: str | os.PathLike[str], *, compile: bool
     suffix = path.suffix.lower()
     if suffix not in WRITERS:
         raise ValueError(f"{path}: expected a name that ends in {' or '.join(WRITERS)}")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path}: no folder {str(path.parent)!r} to write to")
-    if path.is_dir():
-        raise IsADirectoryError(f"{path}: expected a file to write; got a folder")
+    if not os.path.lexists(path.parent):
+        raise FileNotFoundError(f"{path}: expected a folder to write to; got no folder {str(path.parent)!r}")
+    partial = path.with_name(f".partial-{path.name}")  # writers go by the suffix
+    check_writable(path.parent, path.name, partial.name)
     info = trained.data
     model = FromPixels(trained.model, info)
     shape = (info.in_channels, info.size, info.size)
@@ -163,16 +164,12 @@ def export(trained: TrainedModel, path: str | os.PathLike[str], *, compile: bool
             raise ValueError(
                 f"{trained.name}: expected outputs that are numbers; the model's are infinite or nan"
             )
-    partial = path.with_name(f".partial-{path.name}")  # writers go by the suffix
-    try:
-        partial.touch()  # fails early, with a clear message
-    except OSError as error:
-        raise OSError(f"{path}: {error.strerror}") from None
     try:
         classes = json.dumps(info.class_names, ensure_ascii=False)
         metadata = {
             "classes": classes,
             "image_shape": json.dumps(shape),
+            "range": json.dumps(own_range(info) or (0.0, 1.0)),
             "preprocessing": preprocessing(info),
         }
         form = WRITERS[suffix](

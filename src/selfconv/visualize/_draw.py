@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SIGNED, POSITIVE = "PuOr", "viridis"  # told apart by colour-blind people, too
-FRAME, OUTSIDE = "#D55E00", "#c8c8c8"
+FRAME, OUTSIDE = "#0090ff", "#c8c8c8"  # what is chosen is framed in no colour of the maps
 SMALL, MEDIUM, LARGE = 8, 9, 11
 SAME = 0.02  # of the largest value: what differs by less looks the same
 
@@ -91,6 +91,7 @@ def mark_window(axes: Axes, window: tuple[int, int, int, int]) -> None:
     frame = Rectangle(
         (left - 0.5, top - 0.5), right - left, bottom - top, fill=False, edgecolor=FRAME, linewidth=2
     )
+    frame.set_path_effects(_halo(3.4))
     axes.add_patch(frame)  # the part of it outside of the image is not drawn
 
 
@@ -98,7 +99,21 @@ def mark_centre(axes: Axes, k: int) -> None:
     from matplotlib.patches import Rectangle
 
     corner = (k // 2 - 0.5, k // 2 - 0.5)
-    axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=FRAME, linewidth=1.2))
+    frame = Rectangle(corner, 1, 1, fill=False, edgecolor=FRAME, linewidth=1.4)
+    frame.set_path_effects(_halo(2.6))
+    axes.add_patch(frame)
+
+
+def _halo(width: float) -> list[Any]:
+    """White on both sides of a line, so that it stands out from colours as dark as itself."""
+    from matplotlib.patheffects import Normal, Stroke
+
+    return [Stroke(linewidth=width, foreground="white"), Normal()]
+
+
+def operator(axes: Axes, sign: str) -> None:
+    """A sign of an equation to the left of a panel."""
+    axes.text(-0.03, 0.5, sign, fontsize=LARGE, transform=axes.transAxes, ha="right", va="center")
 
 
 def mosaic(tiles: Tensor) -> Tensor:

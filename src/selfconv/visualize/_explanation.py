@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -51,13 +52,24 @@ def activation_of(model: nn.Module, features: Tensor | None) -> Tensor:
 
 
 @torch.no_grad()
-def occlusion_maps(model: nn.Module, image: Tensor, cells: int = CELLS) -> Tensor:
+def occlusion_maps(
+    model: nn.Module,
+    image: Tensor,
+    cells: int = CELLS,
+    *,
+    at_once: int | None = None,
+    pause: Callable[[], None] | None = None,
+) -> Tensor:
     """By how much each logit falls when a part of the image is covered: ``[num_classes, cells, cells]``.
 
     The image is divided into ``cells``² cells. Windows of 2×2 cells are covered one after another with the
     median colour of the image's border; a cell gets the mean over the windows that contain it. Positive: the
     network needs that part for the class. Negative: the part speaks against it. The map turns with the image
     if its sides are multiples of ``cells``.
+
+    Args:
+        at_once: covered images in one call of the network; by default as many as memory allows.
+        pause: called before each of these calls, and may wait for more urgent work.
 
     Raises:
         ValueError: the model is no classifier, or its output is infinite or not a number.
@@ -82,7 +94,12 @@ def occlusion_maps(model: nn.Module, image: Tensor, cells: int = CELLS) -> Tenso
             raise ValueError(
                 "expected outputs that are numbers; the model's are infinite or nan for this image"
             )
-        after = torch.cat([model(part) for part in covered.split(max(1, PIXELS // (h * w)))])
+        outputs = []
+        for part in covered.split(at_once or max(1, PIXELS // (h * w))):
+            if pause is not None:
+                pause()
+            outputs.append(model(part))
+        after = torch.cat(outputs)
     falls = (before - after).T.reshape(-1, cells - 1, cells - 1)  # [num_classes, windows]
     sums, counts = (_windows_to_cells(values) for values in (falls, torch.ones_like(falls)))
     return sums / counts

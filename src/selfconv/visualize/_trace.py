@@ -33,6 +33,10 @@ def is_spatial(module: nn.Module) -> bool:
     return isinstance(module, LocalAttention2d) or (max(size) if isinstance(size, tuple) else size) > 1
 
 
+def _is_traced(module: nn.Module) -> bool:
+    return isinstance(module, GlobalPool) or is_spatial(module)
+
+
 @torch.no_grad()
 def trace(model: nn.Module, image: Tensor) -> Trace:
     """Runs the model in evaluation mode on an image ``[C, h, w]`` or ``[1, C, h, w]``, as it takes them.
@@ -48,13 +52,13 @@ def trace(model: nn.Module, image: Tensor) -> Trace:
     def observe(key: tuple[str, int], module: nn.Module, stage: str, leaves: list[Any], _: object) -> None:
         nonlocal features
         name, calls_before = key
-        if isinstance(module, GlobalPool) and stage == "input":
-            features = leaves[0].clone()
-        if is_spatial(module) and not calls_before:  # copies: a later layer may work in place
+        if isinstance(module, GlobalPool):
+            features = leaves[0].clone() if stage == "input" else features
+        elif not calls_before:  # copies: a later layer may work in place
             (inputs if stage == "input" else maps)[name] = leaves[0].clone()
 
     with evaluating(model):
-        output = run_observed(model, image, observe)[0]
+        output = run_observed(model, image, observe, only=_is_traced)[0]
     if not output.isfinite().all():
         raise ValueError("expected outputs that are numbers; the model's are infinite or nan for this image")
     return Trace(image, output, inputs, maps, features)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from selfconv._files import write_figure
+from selfconv._files import check_writable, write_figure
 from selfconv.data import DataError, normalise, read_image, visible_channels
 from selfconv.testing import through_mask
 from selfconv.train import RunError
@@ -46,7 +46,11 @@ def write_figures(
         layer: by default the first self-convolution layer.
         pixel: row and column of the layer's map; by default where attention chooses (``selectivity``).
         head: by default one whose attention at the pixel is neither uniform nor on one neighbour only.
+
+    Raises:
+        OSError: they cannot be written; nothing has been.
     """
+    check_writable(out)
     truth, info = None, trained.data
     given = info.pixels if pixel_range is None else given_range(pixel_range)
     if image is None:
@@ -63,6 +67,7 @@ def write_figures(
         pixels = read_image(Path(image), info.size, info.in_channels, pixels=given)
     # all of them before any is written
     made = list(model_figures(trained, pixels, layer, pixel, head, truth, levels=given.levels))
+    check_writable(out, *(f"{name}{suffix}" for name, _ in made for suffix in (".png", ".svg")))
     out.mkdir(parents=True, exist_ok=True)
     return [path for name, figure in made for path in save(figure, out / name)]
 
@@ -74,12 +79,11 @@ class ExplanationWriter:
     same name elsewhere or as anything else, it gets a number; explained again, it keeps its picture's name.
 
     Raises:
-        ValueError: ``out`` is something other than a folder.
+        OSError: ``out`` is something other than a folder, or cannot be written to.
     """
 
     def __init__(self, trained: TrainedModel, out: Path) -> None:
-        if out.exists() and not out.is_dir():
-            raise ValueError(f"{out}: expected a folder for the explanations; got a file")
+        check_writable(out)
         self.trained, self.out = trained, out
 
     def write(self, prediction: Prediction, pixels: Tensor) -> Path:

@@ -31,6 +31,7 @@ from selfconv.visualize._draw import (
     mark_window,
     mosaic,
     new_figure,
+    operator,
     top_aligned,
 )
 from selfconv.visualize._equivariance import EquivarianceView
@@ -138,8 +139,10 @@ def _planar_pixel(image: Tensor, view: PixelView, channel: int) -> Figure:
         ),
         (view.positional[0, channel], SIGNED, "positional term α·β"),
     ]
-    for place, (values, colours, title) in zip(axes[1:], panels, strict=True):
+    signs = ["Σ", "× (", "×", "=", ") + Σ"]
+    for place, sign, (values, colours, title) in zip(axes[1:], signs, panels, strict=True):
         shown = draw_values(place, values, colours, limit_of(values), title)
+        operator(place, sign)
         mark_centre(place, k)
         below_bar(figure, shown, place)
     top_aligned(axes)
@@ -234,6 +237,7 @@ def schematic_figure(image: Tensor, view: PixelView, channel: int | None = None)
     v, psi, beta = view.neighbourhood[0, channel], view.psi[0, 0, channel], view.beta[0, channel]
     alpha, a = view.alpha[0], psi * v + beta
     columns = ["V(·)", "ψ(· − x)", "β(· − x)", "A = ψ·V + β", "α(x, ·)"]
+    signs = ["", "×", "+", "=", "×", "="]
     rows: list[tuple[str, list[Tensor | None], str, Tensor]] = [
         ("Convolution, Eq. 1", [v, psi, None, None, None], "ψ·V", psi * v),
         ("Self-attention, Eq. 5", [v, None, None, None, alpha], "α·V", alpha * v),
@@ -245,10 +249,12 @@ def schematic_figure(image: Tensor, view: PixelView, channel: int | None = None)
         draw_image(row[0], image)
         mark_window(row[0], view.window)
         row[0].set_ylabel(name, fontsize=LARGE)
-        for place, title, values in zip(row[1:], [*columns, product_title], [*parts, product], strict=True):
+        titles = [*columns, product_title]
+        for place, sign, title, values in zip(row[1:], signs, titles, [*parts, product], strict=True):
             if values is None:
                 place.axis("off")
                 continue
+            operator(place, sign)
             colours = POSITIVE if values is alpha else SIGNED
             below_bar(figure, draw_values(place, values, colours, limit_of(values), title), place)
             mark_centre(place, len(alpha))

@@ -135,7 +135,8 @@ export function chart({title, lines, xs, ys, xName, now, format = (y) => y, labe
     svg.append(shape("text", {x: left - 6, y: y(tick) + 4, "text-anchor": "end"}, format(tick)));
   }
   for (const tick of xs)
-    svg.append(shape("text", {x: x(tick), y: height - bottom + 15, "text-anchor": "middle"}, number(tick, 4)));
+    svg.append(shape("line", {class: "grid", x1: x(tick), x2: x(tick), y1: top, y2: height - bottom}),
+      shape("text", {x: x(tick), y: height - bottom + 15, "text-anchor": "middle"}, number(tick, 4)));
   svg.append(shape("text", {x: (left + width - right) / 2, y: height - 4, "text-anchor": "middle"}, xName));
   if (now !== undefined) svg.append(shape("line", {class: "now", x1: x(now), x2: x(now), y1: top, y2: height - bottom}));
   let place = left;

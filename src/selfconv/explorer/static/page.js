@@ -16,7 +16,7 @@ function style(model) {
 }
 
 let about;  // what the server said at the start: models, classes, samples, layers
-const chosen = {image: 0, angle: 0, home: [0, 0], layer: 0, head: 0, channel: 0};
+const chosen = {image: 0, angle: 0, home: [0, 0], layer: 0, heads: [], channels: []};  // a head and a channel of each network
 let shown = null;  // the last answer, and the question that it answers: all that the page shows is of this one
 let occlusion = null;  // of the image and angle that are shown, once it is there
 let around = new Map();  // angle → for each model its probabilities, as far as they are known
@@ -164,7 +164,7 @@ function showControls() {
   for (const [n, button] of [...$("samples").children].entries())
     button.setAttribute("aria-pressed", String(n === chosen.image));
   $("layer").value = chosen.layer;
-  layerOptions();
+  viewOptions();
 }
 
 function turnTo(angle) {
@@ -200,8 +200,11 @@ function choosePixel(row, column, angle) {
   return refresh();
 }
 
+// The layer that is chosen, of the network whose layers are chosen from.
+const leadLayer = ({layer}) => about.models[about.lead].layers[layer];
+
 function placeFrames() {
-  const [row, column] = shown.pixel, {size: [down, across], window: k} = about.layers[shown.question.layer];
+  const [row, column] = shown.pixel, {size: [down, across], window: k} = leadLayer(shown.question);
   const i = Math.floor((row * down) / about.size), j = Math.floor((column * across) / about.size);
   const put = (id, top, left, height, width) => Object.assign($(id).style, {
     top: `${100 * top}%`, left: `${100 * left}%`, height: `${100 * height}%`, width: `${100 * width}%`});
@@ -267,8 +270,10 @@ function evidence(maps, n) {
   const {logits} = shown.models[n], order = logits.map((_, c) => c).sort((a, b) => logits[b] - logits[a]);
   const first = own === ANSWER ? order[0] : own, next = other === RUNNER_UP ? order.find((c) => c !== first) : other;
   const map = part(maps, first), name = about.classes[first];
-  if (next === undefined || next === NOTHING || next === first)
-    return {map, words: `“${name}”`, logit: `the logit of “${name}”`};
+  if (next === undefined || next === NOTHING || next === first) {
+    const itself = next === first ? " (which is the answer: not compared with itself)" : "";
+    return {map, words: `“${name}”${itself}`, logit: `the logit of “${name}”`};
+  }
   const words = `“${name}” rather than “${about.classes[next]}”`;
   const logit = `the difference of their logits (${fixed(logits[first])} and ${fixed(logits[next])})`;
   return {map: minus(map, part(maps, next)), words, logit};
@@ -279,9 +284,9 @@ function drawDecisions() {
     const answer = shown.models[n], {map, words, logit} = evidence(decode(answer.activation), n);
     const total = fixed(sum(map)), least = ROUNDING * Math.max(...answer.logits.map(Math.abs));
     const where = overlay($("photo"), map, Math.max(largest(map), least), `class activation map for ${words}, sum ${total}`);
-    const why = node("figure", {class: "activation"}, where, node("figcaption", {},
+    const why = node("figure", {class: "activation"}, node("h4", {}, "Where the evidence is"), where, node("figcaption", {},
       `Activation map for ${words}: the cells add up to `, node("b", {}, total), `, ${logit}.`));
-    const covered = node("figure", {class: "occlusion"});
+    const covered = node("figure", {class: "occlusion"}, node("h4", {}, "If a part is covered"));
     if (occlusion) {
       const falls = evidence(occlusion[n], n).map, [fall, rise] = [Math.max(...falls.values), -Math.min(...falls.values)];
       const said = fall > least ? ["covering a part lowers this number by up to ", node("b", {}, fixed(fall)), "."]
@@ -295,7 +300,7 @@ function drawDecisions() {
       waiting.width = waiting.height = 240;
       covered.append(waiting, node("figcaption", {}, "Occlusion: covering part after part…"));
     }
-    const facts = node("p", {class: "facts"}, `${model.meaning} ${model.facts}.`);
+    const facts = node("p", {class: "facts"}, node("b", {}, model.kind), `: ${model.meaning[0].toLowerCase()}${model.meaning.slice(1)} ${model.facts}.`);
     const said = node("p", {class: "said"}, answer.said || "Turn the image: does the answer hold?");
     return card(model, n, facts, answerLine(answer.probabilities), said, bars(answer.probabilities, answer.upright),
       node("div", {class: "pair"}, why, covered));
@@ -304,34 +309,42 @@ function drawDecisions() {
 
 // ---- filters at the pixel ----
 
-const COLUMNS = [["V", "values"], ["ψ", "template"], ["α", "scores"], ["α·ψ", "filter"], ["α·β", "position"]];
+// The pictures of the equation, each after its operator; those in brackets have a common background.
+const COLUMNS = [["Σ", "V", "neighbours"], ["×", "ψ", "template"], ["×", "α", "attention"], ["=", "α·ψ", "filter"],
+  ["+ Σ", "α·β", "position"]];
+const [FIRST_IN_BRACKETS, LAST_IN_BRACKETS] = [1, 3];
+const EQUATION = "Σ neighbours × (template × attention = filter) + Σ position = output";
 
 const planeName = (model, plane) => node("th", {scope: "row"}, model.planes.length > 1 ? plane : "");
+const operator = (text, style = "") => node("td", {class: `operator ${style}`}, text);
 
 function filterTable(model, f) {
   const arrays = [f.value, f.psi, f.alpha, f.effective, f.positional].map(decode), limits = arrays.map((a) => largest(a));
-  const head = node("tr", {}, node("td", {class: "corner"}), ...COLUMNS.map(([name, what]) =>
-    node("th", {scope: "col"}, node("b", {}, name), node("span", {class: "about"}, node("br"), what))),
-    node("th", {scope: "col", class: "number"}, node("b", {}, "="), node("span", {class: "about"}, node("br"), "output")));
-  const rows = model.planes.map((plane, p) => node("tr", {}, planeName(model, plane),
-    ...COLUMNS.map(([name], c) => {
-      const values = c === 0 ? arrays[0] : part(arrays[c], p);
-      return node("td", {}, picture(values, limits[c], name === "α", `${name} at ${plane}, up to ${number(limits[c])}`));
-    }), node("td", {class: "number"}, number(f.output[p]))));
-  const scale = node("tr", {}, node("td"), ...COLUMNS.map(([name], c) =>
-    node("td", {}, (name === "α" ? "≤" : "±") + number(limits[c]))), node("td"));
-  const equation = node("caption", {}, "Σ V × α·ψ + Σ α·β = output");
-  return node("table", {class: "filters"}, equation, node("thead", {}, head), node("tbody", {}, ...rows), node("tfoot", {}, scale));
+  const many = model.planes.length > 1;
+  const row = (tag, name, cell, signs, end) => node("tr", {}, ...(many ? [name] : []), ...COLUMNS.flatMap(([sign], c) => {
+    const inside = FIRST_IN_BRACKETS <= c && c <= LAST_IN_BRACKETS ? "bracket" : "";
+    const made = node(tag, {class: inside, ...(tag === "th" ? {scope: "col"} : {})}, ...cell(c));
+    return [operator(signs ? sign : "", c > FIRST_IN_BRACKETS ? inside : ""), made];
+  }), operator(signs ? "=" : ""), end);
+  const head = row("th", node("td", {class: "corner"}, "turn"), (c) => [node("b", {}, COLUMNS[c][1]),
+    node("span", {class: "about"}, node("br"), COLUMNS[c][2])], false, node("th", {scope: "col", class: "number"}, "output"));
+  const rows = model.planes.map((plane, p) => row("td", planeName(model, plane), (c) => {
+    const values = c === 0 ? arrays[0] : part(arrays[c], p), name = COLUMNS[c][1];
+    return [picture(values, limits[c], name === "α", `${name} at ${plane}, up to ${number(limits[c])}`)];
+  }, true, node("td", {class: "number"}, number(f.output[p]))));
+  const scale = row("td", node("td"), (c) => [(COLUMNS[c][1] === "α" ? "≤" : "±") + number(limits[c])], false, node("td"));
+  return node("table", {class: "filters"}, node("caption", {}, EQUATION), node("thead", {}, head),
+    node("tbody", {}, ...rows), node("tfoot", {}, scale));
 }
 
 function headsTable(model, f) {
   const heads = decode(f.heads), limit = largest(heads), count = heads.shape[0];
   const numbers = Array.from({length: count}, (_, n) => n);
-  const head = node("tr", {}, node("td", {class: "corner"}), ...numbers.map((n) =>
+  const head = node("tr", {}, node("td", {class: "corner"}, "head"), ...numbers.map((n) =>
     node("th", {scope: "col", ...(n === f.head ? {class: "best"} : {})}, String(n))));
   const rows = model.planes.map((plane, p) => node("tr", {}, planeName(model, plane), ...numbers.map((n) =>
     node("td", {}, picture(part(part(heads, n), p), limit, true, `α of head ${n} at ${plane}`)))));
-  return node("table", {class: "heads"}, node("caption", {}, `α of every head, 0 to ${number(limit)}`),
+  return node("table", {class: "heads"}, node("caption", {}, `attention α of every head, 0 to ${number(limit)}`),
     node("thead", {}, head), node("tbody", {}, ...rows));
 }
 
@@ -381,9 +394,9 @@ function drawCurve() {
   $("curve").replaceChildren(chart({lines, xs: [-180, -90, 0, 90, 180], ys: [0, 0.5, 1], xName: "degrees",
     now: here, format: (y) => `${100 * y}%`,
     label: `probability of ${name} against the angle; at ${here}°: ${now.join(", ")}`}));
+  const exact = [...new Set(about.models.map((model) => model.exact))].join(" ");
   $("curve-caption").textContent = `Probability of “${name}”, at the angles you have turned through (strong) and at `
-    + "others (faint). A network built for turns by 90° comes back to the same answer at each of them. Between them "
-    + "its answer may change: those angles are not built in, and training showed them only if it rotated its images.";
+    + `others (faint). ${exact} Training can teach other angles, if it turns its images.`;
 }
 
 // ---- training ----
@@ -419,14 +432,33 @@ function options(select, names, value = 0, first = 0) {
   select.value = value;
 }
 
-function layerOptions() {
-  const {heads, channels} = about.layers[chosen.layer], count = (n) => Array.from({length: n}, (_, i) => String(i));
-  chosen.head = Math.min(chosen.head, heads - 1);
-  chosen.channel = Math.min(chosen.channel, channels - 1);
-  if ($("head").length !== heads) options($("head"), count(heads));
-  if ($("channel").length !== channels) options($("channel"), count(channels));
-  $("head").value = chosen.head;
-  $("channel").value = chosen.channel;
+// For each network a head and a channel to choose: only such as it has in this layer.
+function viewOptions() {
+  const count = (n) => Array.from({length: n}, (_, i) => String(i));
+  about.models.forEach((model, n) => {
+    for (const [what, id] of [["heads", `head-${n}`], ["channels", `channel-${n}`]]) {
+      const there = model.layers[chosen.layer][what];
+      chosen[what][n] = Math.min(chosen[what][n], there - 1);
+      if ($(id).length !== there) options($(id), count(there));
+      $(id).value = chosen[what][n];
+    }
+  });
+}
+
+function makeViews() {
+  $("views").append(...about.models.map((model, n) => {
+    const label = (title, id) => node("label", {}, `${title} `, node("select", {id, "aria-label": `${title} of ${model.name}`}));
+    const head = label("Head", `head-${n}`);
+    head.hidden = !model.attention;
+    return node("span", {class: `view ${style(model)}`, role: "group", "aria-label": model.name},
+      ...(about.models.length > 1 ? [node("span", {class: "name"}, model.name)] : []), head, label("Channel", `channel-${n}`));
+  }));
+}
+
+// A class is not compared with itself.
+function otherOptions() {
+  for (const option of $("other").options) option.disabled = Number(option.value) >= 0 && option.value === $("class").value;
+  if ($("other").selectedOptions[0].disabled) $("other").value = RUNNER_UP;
 }
 
 function listen() {
@@ -436,13 +468,21 @@ function listen() {
   $("upright").addEventListener("click", () => turnTo(0));
   $("around").addEventListener("click", allAround);
   $("training-button").addEventListener("click", () => showTraining().catch((error) => fail(error.message)));
-  for (const id of ["class", "other"]) $(id).addEventListener("change", drawDecisions);
-  for (const id of ["layer", "head", "channel"])
+  for (const id of ["class", "other"])
     $(id).addEventListener("change", () => {
-      chosen[id] = Number($(id).value);
-      showControls();
-      refresh();
+      otherOptions();
+      drawDecisions();
     });
+  const choosing = (id, keep) => $(id).addEventListener("change", () => {
+    keep(Number($(id).value));
+    showControls();
+    refresh();
+  });
+  choosing("layer", (value) => { chosen.layer = value; });
+  about.models.forEach((_, n) => {
+    choosing(`head-${n}`, (value) => { chosen.heads[n] = value; });
+    choosing(`channel-${n}`, (value) => { chosen.channels[n] = value; });
+  });
   if (about.attention) listenToPixels();
   $("file").addEventListener("change", readUpload);
 }
@@ -457,7 +497,7 @@ function listenToPixels() {
     const step = {ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1]}[event.key];
     if (!step) return;
     event.preventDefault();
-    const [row, column] = currentPixel(), cell = about.size / about.layers[chosen.layer].size[0];
+    const [row, column] = currentPixel(), cell = about.size / leadLayer(chosen).size[0];
     choosePixel(row + step[0] * cell, column + step[1] * cell, chosen.angle);
   });
 }
@@ -484,7 +524,7 @@ async function readUpload() {
 // No pixel has filters of its own: what remains of that section are the layer and channel of the maps.
 function withoutAttention() {
   $("maps").before($("layer-controls"));
-  for (const id of ["filters-section", "head-label", "click-hint"]) $(id).hidden = true;
+  for (const id of ["filters-section", "click-hint"]) $(id).hidden = true;
   document.body.classList.add("still");
   $("stage").removeAttribute("tabindex");
   $("stage").setAttribute("role", "img");
@@ -505,11 +545,12 @@ async function start() {
     button.addEventListener("click", () => choose(n));
     return button;
   }));
-  options($("layer"), about.layers.map(({title}) => title), about.first.layer);
+  options($("layer"), about.layers, about.first.layer);
+  makeViews();
   options($("class"), [many ? "the answer of each network" : "the answer", ...about.classes], ANSWER, ANSWER);
   options($("other"), ["the runner-up", "nothing: the class by itself", ...about.classes], RUNNER_UP, RUNNER_UP);
-  const {layer, head, channel, pixel, sample} = about.first;
-  Object.assign(chosen, {layer, head, channel, home: pixel});
+  const {layer, heads, channels, pixel, sample} = about.first;
+  Object.assign(chosen, {layer, heads, channels, home: pixel});
   await choose(sample);
   listen();
   document.body.dataset.ready = "true";

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from selfconv._extras import require
-from selfconv._files import write_atomically
+from selfconv._files import check_writable, write_atomically
 from selfconv.study.report.figures import (
     ablation_picture,
     accuracy_picture,
@@ -41,8 +41,10 @@ def write_report(folders: Sequence[Path], out: Path) -> list[Path]:
 
     Raises:
         ValueError: a folder does not exist, or no run in it has finished; nothing has been written.
+        OSError: the files cannot be written; none has been.
     """
     require("the report", "matplotlib")
+    check_writable(out / FIGURES)
     found = read(folders)
     if found.problems:
         warnings.warn(f"{len(found.problems)} folders left out; the report says why", stacklevel=2)
@@ -55,6 +57,8 @@ def write_report(folders: Sequence[Path], out: Path) -> list[Path]:
     for picture in pictures_of(parts):
         files[out / FIGURES / f"{picture.name}.svg"] = picture.svg
         files[out / FIGURES / f"{picture.name}.png"] = picture.png
+    for folder in (out, out / FIGURES):  # all, before one of an earlier report is replaced
+        check_writable(folder, *(path.name for path in files if path.parent == folder))
     (out / FIGURES).mkdir(parents=True, exist_ok=True)
     for path, content in files.items():
         write_atomically(path, content)

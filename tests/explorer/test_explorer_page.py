@@ -225,7 +225,7 @@ def test_the_curve_is_drawn_all_around(page: Page) -> None:
     page.get_by_role("button", name="turn left by 90°").click()
     strong = page.locator("#curve polyline:not(.faint)")
     expect(strong.first).to_have_attribute("points", points(7))
-    page.get_by_role("button", name="All around").click()
+    page.get_by_role("button", name="Full turn").click()
     expect(strong.first).to_have_attribute("points", points(24))
     lines = strong.evaluate_all("all => all.map(line => line.getAttribute('points'))")
     planar, p4 = ([float(point.split(",")[1]) for point in line.split()] for line in lines)
@@ -643,7 +643,7 @@ def test_ctrl_c_ends_it_and_leaves_nothing(server: Server, browser: Browser) -> 
     expect(page.locator("#message")).to_have_text(ended)
     expect(page.locator("#degrees")).to_have_text("0°")  # as the image that is shown
     before_more = len(asked)
-    page.get_by_role("button", name="All around").click()
+    page.get_by_role("button", name="Full turn").click()
     page.get_by_role("button", name="sample: 6").click()
     page.wait_for_timeout(300)
     expect(page.get_by_role("button", name="sample: 6")).to_have_attribute("aria-pressed", "false")

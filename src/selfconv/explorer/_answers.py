@@ -277,10 +277,10 @@ class Answers:
     # ---- what a request says ----
 
     def choice(self, content: Any) -> Choice:
-        """A request as a choice.
+        """Parses a request.
 
         Raises:
-            ValueError: it is none.
+            ValueError: a field is missing or invalid.
         """
         expected = {"image", "angle", "home", "layer", "heads", "channels"}
         if not isinstance(content, dict) or content.keys() != expected:

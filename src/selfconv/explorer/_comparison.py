@@ -46,7 +46,7 @@ class Seen:
 
 
 class Remembered(OrderedDict[tuple[int, bytes], T]):
-    """By model and image, what was computed lately."""
+    """What was computed lately, by model and image (an LRU cache)."""
 
     def of(self, model: int, image: Image, compute: Callable[[], T]) -> T:
         key = model, image.tobytes()
@@ -90,7 +90,7 @@ class Comparison:
 
     @classmethod
     def open(cls, *places: str | Path) -> Self:
-        """The models of these places; of one place, beside a shipped counterpart; of none, the shipped ones.
+        """Opens the given models: one beside a shipped counterpart; none given, the shipped ones.
 
         Raises:
             ValueError: a model cannot be opened, or they do not take the same images and know the same
@@ -149,7 +149,7 @@ class Comparison:
         return outputs.float().softmax(1).numpy(force=True)
 
     def first_sample(self) -> int:
-        """The sample to begin with: all models know it, and turning it deceives the most of them."""
+        """The first sample: all models classify it rightly, and most of them wrongly when it is turned."""
 
         def score_of(sample: SampleImage) -> tuple[int, int]:
             turned = np.stack([np.rot90(sample.image, quarters, (1, 2)) for quarters in range(4)])
@@ -177,7 +177,7 @@ class Comparison:
         return name if name in names else names[min(number, len(names) - 1)]
 
     def map_error(self, model: int, image: Image, quarters: int, layer: str) -> float | None:
-        """How far a layer's map of the image turned is from its map turned, relative to its largest value.
+        """The error of a layer's map of the turned image, relative to the largest value of its turned map.
 
         None if the model's group does not have that turn, so that its maps cannot be turned so.
         """
@@ -311,7 +311,7 @@ def network_title(trained: TrainedModel) -> str:
 def symmetry_in_words(group: Group) -> str:
     """For which changes of the image a network on this group is built."""
     if len(group) == 1:
-        return "Built for shifts alone: a turned image is another image to it."
+        return "Equivariant to shifts only: rotating the image may change its answer."
     turns = sum(a * d - b * c > 0 for (a, b), (c, d) in group.matrices)
     parts = ["shifts"] + [f"turns by {360 / turns:g}°"] * (turns > 1) + ["mirroring"] * (turns < len(group))
     return f"Built for {', '.join(parts[:-1])} and {parts[-1]}."

@@ -1,4 +1,4 @@
-"""The server of the page: who may ask it for what, and how it starts and ends."""
+"""The server of the page: the checks of requests, the endpoints, start and shutdown."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ORIGIN = re.compile(rf"null|[A-Za-z][A-Za-z0-9+.-]*://(?P<host>{HOST.pattern})",
 MAX_PIXELS = 40_000_000  # of an uploaded image: fewer than of one's own files
 MAX_SECONDS = 30.0  # until the body of a request has arrived
 MAX_CONNECTIONS = 32  # a browser opens six; each may hold an upload in memory
-ONE_THREAD = 64  # side of images so small that more threads wait for each other instead of computing
+ONE_THREAD = 64  # up to this side of the images, one thread is fastest
 UPLOAD = "/api/upload"
 STATIC = {  # the only files that are served, read once
     "/": ("page.html", "text/html"),
@@ -103,8 +103,7 @@ class Guard:
     """Lets through to an app only requests of the page itself, of a bounded size, that arrive in time.
 
     Args:
-        hosts: names under which the server may be asked; None for any. On loopback this keeps other sites
-            from reaching it under a name of theirs.
+        hosts: accepted names in the Host header; None for any. On loopback this prevents DNS rebinding.
         max_call: bytes of a request that is no upload.
         max_seconds: until the whole body of a request is there.
     """
@@ -163,9 +162,9 @@ class Guard:
         if origin is None or names.count(b"origin") > 1:
             raise Refused(400, "expected scheme://host as the origin")
         if self.hosts is not None and (host["address"] or host["name"]).lower() not in self.hosts:
-            raise Refused(403, "this page is for the machine it runs on")
+            raise Refused(403, "host not allowed: open the page on the machine that serves it")
         if "origin" in headers and origin["host"] != host[0]:
-            raise Refused(403, "this page takes requests from itself alone")
+            raise Refused(403, "cross-origin request refused")
         if scope["method"] == "POST":
             length = headers.get("content-length", "")
             chunked = b"transfer-encoding" in names
@@ -197,8 +196,8 @@ def read_upload(content: bytes, size: int, channels: int, pixels: PixelRange | N
 def make_app(answers: Answers, pixel_range: PixelRange | None = None) -> Starlette:
     """The page: its files, and an endpoint for each interaction.
 
-    One thread computes what follows a click, another what the page asks for when nobody waits, and pauses
-    while the first computes.
+    One thread answers user actions; another computes background results (occlusion, the curve of angles),
+    and pauses while the first computes.
 
     Args:
         pixel_range: of uploads; by default that of the training images.
@@ -386,7 +385,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _start_listening(listening: socket.socket, host: str, port: int) -> None:
-    """Once the page is ready: before, a browser would wait without a word."""
+    """Called after the models are loaded: an earlier listen() would leave browsers waiting."""
     try:
         listening.listen()
     except OSError as error:  # another process was faster
@@ -411,7 +410,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _has_display() -> bool:
-    """Whether opening a page would not start a browser in this terminal."""
+    """Whether a graphical browser can be opened."""
     return sys.platform != "linux" or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
 
 

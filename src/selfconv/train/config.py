@@ -169,7 +169,8 @@ class Recipe:
     def size_in(self, epoch: int, full: int) -> int:
         """The side of the training images in an epoch; each of ``sizes`` gets an equal part of the epochs.
 
-        Rounded to a multiple of 4, which halves exactly twice, so p4 networks with the paper's stem stay exact.
+        Rounded to a multiple of 4, which halves exactly twice, so p4 networks stay exact (with the stem
+        ``"pool4"`` at multiples of 16 only).
         """
         size = 1.0 if self.sizes is None else self.sizes[epoch * len(self.sizes) // self.epochs]
         return full if size == 1 else min(full, max(4, 4 * round(size * full / 4)))

@@ -17,7 +17,7 @@ function style(model) {
 
 let about;  // what the server said at the start: models, classes, samples, layers
 const chosen = {image: 0, angle: 0, home: [0, 0], layer: 0, heads: [], channels: []};  // a head and a channel of each network
-let shown = null;  // the last answer, and the question that it answers: all that the page shows is of this one
+let shown = null;  // the last response and its request: everything displayed comes from it
 let occlusion = null;  // of the image and angle that are shown, once it is there
 let around = new Map();  // angle → for each model its probabilities, as far as they are known
 let turned = [0, 0];  // from which angle to which the user has turned the image
@@ -45,7 +45,7 @@ async function ask(path, body) {
   }
 }
 
-// Asks one question after another until what is shown is what is chosen. Says whether it is in the end.
+// Sends requests until the display matches the selection; resolves to true if it does.
 let asking = null;
 function refresh() {
   asking ??= catchUp().finally(() => {
@@ -157,7 +157,7 @@ function choose(image) {
   return refresh();
 }
 
-// The controls as what is chosen.
+// Updates the controls to the current selection.
 function showControls() {
   $("angle").value = chosen.angle;
   $("degrees").textContent = `${chosen.angle}°`.replace("-", "−");
@@ -193,7 +193,7 @@ function currentPixel() {
   return turnPlace(chosen.home, chosen.angle).map((x) => Math.min(Math.max(Math.round(x), 0), about.size - 1));
 }
 
-// A pixel of the image turned by an angle: that of a click is of the image that is shown.
+// Selects a pixel given in an image rotated by `angle`; for clicks, the displayed angle.
 function choosePixel(row, column, angle) {
   const inside = [row, column].map((x) => Math.min(Math.max(x, 0), about.size - 1));
   chosen.home = turnPlace(inside, -angle);
@@ -521,7 +521,7 @@ async function readUpload() {
   }
 }
 
-// No pixel has filters of its own: what remains of that section are the layer and channel of the maps.
+// Without attention: hides the filters of a pixel and keeps the menus of layer and channel.
 function withoutAttention() {
   $("maps").before($("layer-controls"));
   for (const id of ["filters-section", "click-hint"]) $(id).hidden = true;

@@ -231,8 +231,9 @@ def test_concatenation_and_pooling_on_every_group(group: str | Group) -> None:
     def join(a: Tensor, b: Tensor) -> Tensor:
         return concatenate(a, b, a, group=g)
 
-    errors = equivariance_error(join, (x, planar), g)
-    assert max(error for error, exact in zip(errors, g.exact, strict=True) if exact) == 0
+    if axis:
+        errors = equivariance_error(join, (x, planar), g)
+        assert max(error for error, exact in zip(errors, g.exact, strict=True) if exact) == 0
     repeated = planar.unsqueeze(2).expand(2, 3, len(g), 4, 4) if axis else planar
     assert torch.equal(join(x, planar), torch.cat([x, repeated, x], 1))
     inputs = x[..., :2, :2].clone().requires_grad_(), planar[..., :2, :2].clone().requires_grad_()

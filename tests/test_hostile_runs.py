@@ -174,7 +174,8 @@ def explore(case: Original) -> Answer:
         answers, image = Answers(comparison), comparison.samples[0].image
         assert answers.start()
         assert answers.training()
-        assert answers.look(Choice(image, 0, (8, 8), 0, 0, 0))
+        first = (0,) * len(comparison.models)
+        assert answers.look(Choice(image, 0, (8, 8), 0, first, first))
         return Answer(0, None if comparison.note else comparison.probabilities(0, image).tolist())
     except (ValueError, OSError):
         return Answer(2)

@@ -63,8 +63,8 @@ def _rows(options: BenchOptions, device: torch.device) -> Iterator[AnyRow]:
     if "growth" in options.sections and not options.quick:
         yield from measure_growth(seconds, device)
     if "inference" in options.sections:  # in a process of the user's own, which keeps no memory
-        names = ("resnet29", "resnet29_asc") if options.quick else INFERENCE
-        yield from measure_inference(names, 4 * len(names) * seconds)
+        deployed = ("resnet29", "resnet29_asc") if options.quick else INFERENCE
+        yield from measure_inference(deployed, 4 * len(deployed) * seconds)
     kept = keep_memory()  # from here on, as the trainer does
     if "ops" in options.sections and kept and device.type == "cpu" and not options.quick:
         yield from measure_ops((max(options.batch),), STAGES, seconds, device, KEPT)

@@ -71,8 +71,7 @@ class PredictionTable:
             probability, answer = self.probabilities[index].max(0)
             names = [self._short(int(c)) for c in (self.split.labels[index], answer)]
             text = f"{names[0]}\ntaken for {names[1]}, {float(probability):.0%}"
-            where = {"ha": "center", "va": "bottom"}
-            axes.text(left + 0.5, top - 0.04, text, fontsize=8, parse_math=False, **where)
+            axes.text(left + 0.5, top - 0.04, text, ha="center", va="bottom", fontsize=8, parse_math=False)
         axes.set(xlim=(0, width * COLUMNS), ylim=(height * rows, 0))
         return figure
 

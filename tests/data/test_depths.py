@@ -174,7 +174,7 @@ class TestFiles:
         (tmp_path / "x.ppm").write_bytes(b"P6\n5 6\n4095\n" + low.astype(">u2").tobytes())
         assert np.array_equal(read_values(Item("x", tmp_path / "x.ppm")), np.rint(low * (65535 / 4095)))
         (tmp_path / "x.ppm").write_text("P3\n1 1\n4095\n1 2 3\n")
-        with pytest.raises(DataError, match=r"expected a PPM of up to 16 bits, in binary \(P6\)"):
+        with pytest.raises(DataError, match=r"expected a binary PPM \(P6\) of at most 16 bits"):
             read_image(tmp_path / "x.ppm", 1, 3)
         (tmp_path / "x.ppm").write_text("P3\n1 1\n255\n1 2 3\n")
         assert read_image(tmp_path / "x.ppm", 1, 3).flatten().tolist() == [1, 2, 3]
@@ -448,7 +448,7 @@ class TestRange:
         for text in ("", "full", "1", "1,2,3", "5,5", "9,2", "nan,1", "0,inf"):
             with pytest.raises(DataError, match=r"^range: expected auto, dtype, or LOW,HIGH .*; got '"):
                 load_data(tmp_path, pixel_range=text)
-        with pytest.raises(DataError, match=r"range: expected a folder, .* with it; got digits"):
+        with pytest.raises(DataError, match=r"range: applies to folders, .* only; got digits"):
             load_data("digits", pixel_range="dtype")
 
     def test_resized_in_their_own_depth(self, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ class TestGroups:
         ]:
             with pytest.raises(DataError, match=why):
                 load_data(root, group_by=pattern)
-        with pytest.raises(DataError, match=r"group_by: expected a folder, .* with it; got digits"):
+        with pytest.raises(DataError, match=r"group_by: applies to folders, .* only; got digits"):
             load_data("digits", group_by="x")
         parts = tmp_path / "parts"
         for part in ("train", "test"):

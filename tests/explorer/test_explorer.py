@@ -315,12 +315,12 @@ def test_titles_say_the_network(answers: Answers) -> None:
 @pytest.mark.parametrize(
     ("group", "words"),
     [
-        ("z2", "shifts alone: a turned image is another image to it"), ("p4", "shifts and turns by 90°"),
+        ("z2", "shifts only: rotating the image may change its answer"), ("p4", "shifts and turns by 90°"),
         ("p4m", "shifts, turns by 90° and mirroring"), ("c16", "shifts and turns by 22.5°"),
     ],
 )  # fmt: skip
 def test_what_a_network_is_built_for(group: str, words: str) -> None:
-    assert symmetry_in_words(get_group(group)) == f"Built for {words}."
+    assert symmetry_in_words(get_group(group)) == f"Equivariant to {words}."
 
 
 @pytest.mark.parametrize(

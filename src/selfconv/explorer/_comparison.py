@@ -314,7 +314,7 @@ def symmetry_in_words(group: Group) -> str:
         return "Equivariant to shifts only: rotating the image may change its answer."
     turns = sum(a * d - b * c > 0 for (a, b), (c, d) in group.matrices)
     parts = ["shifts"] + [f"turns by {360 / turns:g}°"] * (turns > 1) + ["mirroring"] * (turns < len(group))
-    return f"Built for {', '.join(parts[:-1])} and {parts[-1]}."
+    return f"Equivariant to {', '.join(parts[:-1])} and {parts[-1]}."
 
 
 def exact_turns_in_words(group: Group) -> str:

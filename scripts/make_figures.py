@@ -59,10 +59,11 @@ def steering_figure(k: int = 5, fine: int = 61, columns: int = 8) -> Figure:
 
 
 def best_weights() -> TrainedModel:
-    """Of the shipped planar networks with affine self convolution, the one for the largest images."""
+    """Of the shipped planar networks with affine self convolution, the one for the largest images, and of
+    several such one whose scores are divided by the channels of a head: others attend nearly uniformly."""
     shipped = [open_trained(name) for name in list_models(pretrained=True)]
     planar = [one for one in shipped if len(one.model.group) == 1 and one.model.config["spatial"] == "asc"]
-    return max(planar, key=lambda one: one.data.size)
+    return max(planar, key=lambda one: (one.data.size, one.model.config["scale"] == "head"))
 
 
 def drawing(size: int, channels: int) -> Tensor:

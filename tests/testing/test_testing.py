@@ -618,7 +618,11 @@ BROKEN: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         "0.1.layer",
         "an ordinary convolution: its filters do not turn with the image",
     ),
-    "rolled, then folded": (lambda: Rolled(nn.ReLU(), "group last"), "0.1.layer", "its input does not transform"),
+    "rolled, then folded": (
+        lambda: Rolled(nn.ReLU(), "group last"),
+        "0.1.layer",
+        "its input does not transform",
+    ),
     "random": (Always, "0.1", "differs between two runs on the same image"),
     "positions": (AddsPositions, "0.1.positions", "its output is the same for every image"),
     "not a number": (lambda: nn.Threshold(math.inf, math.nan), "0.1", "its output is not a number"),

@@ -41,7 +41,8 @@ test: lint browser
 
 # every property test on many more cases, new ones each time; says how many random calls there were (2,000 and more)
 test-long: install
-	SELFCONV_TEST_EFFORT=15 $(BIN)/python -m pytest -n 2 tests/ops/test_fuzz.py tests/test_groups.py tests/data/test_archives.py tests/test_hostile_runs.py
+	SELFCONV_TEST_EFFORT=15 $(BIN)/python -m pytest -n 2 tests/ops/test_fuzz.py tests/test_groups.py tests/data/test_archives.py tests/test_hostile_runs.py \
+		tests/trained/test_trained.py
 
 # the tests of the core with the oldest versions that pyproject.toml allows, in an environment of its own; downloads
 # some gigabytes, for old builds of torch come with CUDA. Python 3.11 or 3.12: for 3.13 the oldest have no wheels

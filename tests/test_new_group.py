@@ -135,12 +135,16 @@ def test_an_object_needs_no_registration(group: Group, tmp_path: Path) -> None:
         "copied": copy.deepcopy(model),
         "pickled": pickle.loads(pickle.dumps(model)),
         "optimised": optimize_for_inference(model),
-        "exported": export_program(model, input_shape=(3, 8, 8)).module(),
-        "compiled": torch.compile(model, backend="aot_eager"),
     }
-    for name, form in forms.items():
-        assert (form(x) - expected).abs().max() < 1e-5, name
-    export_onnx(model, tmp_path / "model.onnx", input_shape=(3, 8, 8))
+    if group.turn(2) is not None:  # graphs know nothing of a group but its filters: one group is enough
+        export_onnx(model, tmp_path / "model.onnx", input_shape=(3, 8, 8))
+        forms |= {
+            "exported": export_program(model, input_shape=(3, 8, 8)).module(),
+            "compiled": torch.compile(model, backend="aot_eager"),
+        }
+    with torch.no_grad():  # the graph of the backward pass takes as long to trace as all else together
+        for name, form in forms.items():
+            assert (form(x) - expected).abs().max() < 1e-5, name
     convolutions = create_model("resnet29", **small, group=group)
     convert(convolutions, num_heads=2)
     assert audit(convolutions, 8).passed

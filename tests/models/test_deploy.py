@@ -57,8 +57,8 @@ from selfconv.nn._fixed import fix_filters
 @pytest.mark.parametrize(
     ("name", "size", "overrides"),
     [
-        ("p4resnet29_asc_se", 32, {"depth": 11}),
-        ("p4mresnet29", 16, {"depth": 11, "downsample": "pool", "in_channels": 1}),
+        ("p4resnet29_asc_se", 32, TINY),
+        ("p4mresnet29", 16, TINY | {"downsample": "pool", "in_channels": 1}),
         ("c8resnet29_asc", 8, TINY),
         ("c8resnet29", 8, TINY),
     ],
@@ -78,7 +78,7 @@ def test_exported_programs_agree_at_any_batch_size(
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("resnet29_asc_se", {"depth": 11}), ("p4resnet29_asc", {"depth": 11}), ("c8resnet29_asc", TINY)],
+    [("resnet29_asc_se", {"depth": 11}), ("p4resnet29_asc", TINY), ("c8resnet29_asc", TINY)],
 )
 def test_onnx_agrees_at_any_batch_size(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     model = after_sgd_steps(create_model(name, **options))

@@ -50,7 +50,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for name in KINDS:
-            train(tiny_config(Path(name), "resnet29_asc", epochs=1), Path("runs") / name, quiet=True)
+            train(tiny_config(Path(name), epochs=1), Path("runs") / name, quiet=True)
     return folder
 
 
@@ -96,14 +96,14 @@ def test_preprocessing_in_the_metadata_gives_the_numbers_of_predict(
     run = work / "runs" / kind
     random = np.random.default_rng(0)
     if kind == "by type":
-        config = tiny_config(work / "deep", "resnet29_asc", epochs=1).replaced("data", pixel_range="dtype")
+        config = tiny_config(work / "deep", epochs=1).replaced("data", pixel_range="dtype")
         train(config, run := tmp_path / "run", quiet=True)
     if kind == "five channels":
         for index in range(20):
             (tmp_path / "five" / f"c{index % 2}").mkdir(parents=True, exist_ok=True)
             values = random.integers(0, 100 + 100 * (index % 2), (9, 9, 5), np.uint8)
             np.save(tmp_path / "five" / f"c{index % 2}" / f"{index}.npy", values)
-        train(tiny_config(tmp_path / "five", "resnet29_asc", epochs=1), run := tmp_path / "run", quiet=True)
+        train(tiny_config(tmp_path / "five", epochs=1), run := tmp_path / "run", quiet=True)
     trained = open_trained(run)
     channels, size = trained.data.in_channels, trained.data.size
     high = {"deep": 4095, "floats": 1, "by type": 65535, "five channels": 255}[kind]

@@ -11,6 +11,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from helpers.cases import EFFORT
 from helpers.tiny_runs import run_cli, tiny_config, tiny_data
 from PIL import Image
 
@@ -55,7 +56,15 @@ def test_every_command_opens_every_kind_of_trained_model(
     assert Comparison.open(place).models[0].name == Path(place).name
 
 
-@pytest.fixture(scope="module", params=list_models(pretrained=True))
+# an export takes as long as twenty other tests: `make test-long` exports all that are shipped
+SHIPPED = (
+    list_models(pretrained=True)
+    if EFFORT > 1
+    else ["digits_asc", "digits_p4_asc", "digits_p4m_asc", "resnet29.cifar10"]
+)
+
+
+@pytest.fixture(scope="module", params=SHIPPED)
 def shipped(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[TrainedModel, Any]:

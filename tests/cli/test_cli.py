@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from PIL import Image
 from selfconv import __version__, cli
 from selfconv.data import load_data
 from selfconv.train import Run
-from selfconv.trained import evaluate_model, open_trained
+from selfconv.trained import evaluate_model, exporting, open_trained
 
 
 def test_broken_pipe() -> None:
@@ -366,6 +367,21 @@ def test_ctrl_c(capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cli.COMMANDS, "wait", pressed)  # also: a new command is a function and an entry
     assert run_cli("wait") == 130
     check_one_line(capfd, "interrupted")
+
+
+def test_sigterm_leaves_nothing_behind(capfd: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of an export."""
+
+    def received(model: Any, path: Path, **_: Any) -> None:
+        path.write_bytes(b"half")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setitem(exporting.WRITERS, ".onnx", received)
+    assert run_cli("export", "digits_asc", "--to", tmp_path / "model.onnx") == 143
+    check_one_line(capfd, "terminated")
+    assert not [*tmp_path.iterdir()]
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_missing_extras_are_named(

@@ -15,15 +15,15 @@ from helpers.tiny_runs import tiny_config, tiny_data
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfconv.explorer._answers import Answers, Choice, pixels
+from selfconv.explorer._answers import Answers, Choice, encode_image
 from selfconv.explorer._comparison import (
     Comparison,
     change_in_words,
     exact_turns_in_words,
     nearest_pixel,
+    rotate_image,
+    rotate_position,
     symmetry_in_words,
-    turn,
-    turn_place,
 )
 from selfconv.groups import get_group
 from selfconv.train import train
@@ -50,24 +50,24 @@ def test_a_place_goes_where_its_pixel_goes(size: int, quarters: int, data: st.Da
     row, column = (data.draw(st.integers(0, size - 1)) for _ in range(2))
     image = np.zeros((1, size, size), np.uint8)
     image[0, row, column] = 255
-    place = nearest_pixel(turn_place((row, column), 90 * quarters, size), size)
-    assert np.argwhere(turn(image, 90 * quarters)[0]).tolist() == [list(place)]
+    place = nearest_pixel(rotate_position((row, column), 90 * quarters, size), size)
+    assert np.argwhere(rotate_image(image, 90 * quarters)[0]).tolist() == [list(place)]
 
 
 @given(st.floats(-360, 360), st.integers(0, 255))
 def test_rotation_of_a_constant_image_is_the_image(degrees: float, grey: int) -> None:
     image = np.full((3, 8, 8), grey, np.uint8)
-    assert np.array_equal(turn(image, degrees), image)
+    assert np.array_equal(rotate_image(image, degrees), image)
 
 
 def test_any_angle_turns_counter_clockwise() -> None:
     image = np.zeros((1, 21, 21), np.uint8)
     image[0, 9:12, 17:20] = 200  # right of the centre
     for degrees in (30, 60, 120, -45):
-        weights = turn(image, degrees)[0] / 200
+        weights = rotate_image(image, degrees)[0] / 200
         rows, columns = np.indices(weights.shape)
         found = (weights * rows).sum() / weights.sum(), (weights * columns).sum() / weights.sum()
-        assert found == pytest.approx(turn_place((10, 18), degrees, 21), abs=0.3)
+        assert found == pytest.approx(rotate_position((10, 18), degrees, 21), abs=0.3)
 
 
 def test_changes_in_words() -> None:
@@ -91,7 +91,7 @@ def test_turning_changes_no_p4_prediction(comparison: Comparison) -> None:
     changed = 0
     for sample in comparison.samples:
         for quarters in (1, 2, 3):
-            turned = turn(sample.image, 90 * quarters)
+            turned = rotate_image(sample.image, 90 * quarters)
             difference = comparison.probabilities(1, turned) - comparison.probabilities(1, sample.image)
             assert np.abs(difference).max() < 1e-5
             errors = [comparison.map_error(m, sample.image, quarters, comparison.layer(m, 2)) for m in (0, 1)]
@@ -377,7 +377,7 @@ def test_calls_that_are_none(answers: Answers, change: dict[str, Any], message: 
 
 
 def test_image_by_number_or_by_content(comparison: Comparison, answers: Answers) -> None:
-    carried = answers.choice(CALL | {"image": pixels(comparison.samples[2].image)})
+    carried = answers.choice(CALL | {"image": encode_image(comparison.samples[2].image)})
     named = answers.choice(CALL | {"image": 2})
     assert np.array_equal(carried.image, named.image)
     assert carried.image.flags.writeable  # torch warns of others

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from selfconv._extras import require
+from selfconv._files import check_writable
 from selfconv._memory import keep_memory
 from selfconv.bench.inference import InferenceRow, measure_inference
 from selfconv.bench.measure import matmul_rate
@@ -25,7 +26,7 @@ def run_bench(options: BenchOptions) -> Results:
     console = Console()
     _check(options)
     if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)  # before an hour's work, not after
+        options.out.mkdir(parents=True, exist_ok=True)
     earlier = _read_earlier(options.out)
     device = torch.device(options.device)
     before = torch.get_num_threads()
@@ -101,6 +102,7 @@ def _check(options: BenchOptions) -> None:
             raise ValueError(f"sections: inference is measured on the cpu; got device={options.device!r}")
     if options.out is not None:
         require("bench --out", "matplotlib")  # now, not after an hour's work
+        check_writable(options.out, "bench.json", "performance.md")
     unknown = [name for name in options.models if name not in PAIRS]
     if unknown:
         raise ValueError(f"models: expected some of {', '.join(PAIRS)}; got {', '.join(unknown)}")

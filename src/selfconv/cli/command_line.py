@@ -6,11 +6,13 @@ import io
 import os
 import re
 import shlex
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from typing import Any, NoReturn
 
 import tyro
 from tyro.conf import OmitArgPrefixes
@@ -34,13 +36,16 @@ def main(args: Sequence[str] | None = None) -> None:
     for kind in (DeprecationWarning, FutureWarning):  # from libraries: a user can do nothing about them
         warnings.simplefilter("ignore", kind)
     try:
-        _call(args)
+        with _sigterm_raises():
+            _call(args)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader closed the pipe, as in `selfconv models | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None
+    except _Terminated:
+        _fail("terminated", 128 + signal.SIGTERM)
     except KeyboardInterrupt:
-        _fail("interrupted", 130)
+        _fail("interrupted", 128 + signal.SIGINT)
     except RunStopped as stopped:
         _fail(str(stopped), stopped.code)
     except (ValueError, OSError, ModuleNotFoundError) as error:
@@ -49,6 +54,27 @@ def main(args: Sequence[str] | None = None) -> None:
         if not is_out_of_memory(error):
             raise
         _fail(f"out of memory ({one_line(error)[:100]})", 1)
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM was received."""
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """SIGTERM ends a command as Ctrl-C does: partial files are removed. Runs replace the handler and save."""
+
+    def end(*_: object) -> NoReturn:
+        raise _Terminated
+
+    if threading.current_thread() is not threading.main_thread():  # no other may set handlers
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _call(args: Sequence[str]) -> None:

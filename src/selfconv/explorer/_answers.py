@@ -17,17 +17,17 @@ from selfconv.data import Batches, DataError
 from selfconv.explorer._comparison import (
     Comparison,
     Image,
-    Place,
+    Position,
     change_in_words,
     exact_turns_in_words,
     follow_in_words,
-    kind,
     load_own_data,
     nearest_pixel,
+    network_kind,
     network_title,
+    rotate_image,
+    rotate_position,
     symmetry_in_words,
-    turn,
-    turn_place,
 )
 from selfconv.groups import Group
 from selfconv.train import augmentation
@@ -50,7 +50,7 @@ class Choice:
 
     image: Image
     angle: float
-    home: Place
+    home: Position
     layer: int
     heads: tuple[int, ...]
     channels: tuple[int, ...]
@@ -94,7 +94,7 @@ class Answers:
             "note": comparison.note,
             "maxUpload": MAX_UPLOAD,
             "samples": [
-                {"name": sample.name, "label": sample.label, "image": pixels(sample.image)}
+                {"name": sample.name, "label": sample.label, "image": encode_image(sample.image)}
                 for sample in comparison.samples
             ],
             "attention": any(comparison.attends),
@@ -110,7 +110,7 @@ class Answers:
         facts += [f"{right:.1%} of test images right"] if right is not None else []
         return {
             "name": trained.name,
-            "kind": kind(trained),
+            "kind": network_kind(trained),
             "title": network_title(trained),
             "meaning": symmetry_in_words(trained.model.group),
             "facts": ", ".join(facts),
@@ -179,10 +179,10 @@ class Answers:
 
     def look(self, choice: Choice) -> Json:
         """Everything: after another image, a turn, or another layer, head or channel."""
-        turned = turn(choice.image, choice.angle)
+        turned = rotate_image(choice.image, choice.angle)
         models = range(len(self.comparison.models))
         return {
-            "image": pixels(turned),
+            "image": encode_image(turned),
             "pixel": self._pixel(choice),
             "models": [
                 self._decision(model, choice, turned)
@@ -193,7 +193,7 @@ class Answers:
 
     def pixel(self, choice: Choice) -> Json:
         """The filters at another pixel."""
-        turned = turn(choice.image, choice.angle)
+        turned = rotate_image(choice.image, choice.angle)
         models = range(len(self.comparison.models))
         return {
             "pixel": self._pixel(choice),
@@ -202,12 +202,12 @@ class Answers:
 
     def answer(self, choice: Choice) -> Json:
         """The probabilities alone, for the curve over the angles."""
-        turned = turn(choice.image, choice.angle)[None]
+        turned = rotate_image(choice.image, choice.angle)[None]
         models = range(len(self.comparison.models))
         return {"models": [self.comparison.answers(model, turned)[0].tolist() for model in models]}
 
     def occlusion(self, choice: Choice) -> Json:
-        turned = turn(choice.image, choice.angle)
+        turned = rotate_image(choice.image, choice.angle)
         models = range(len(self.comparison.models))
         return {"models": [numbers(self.comparison.occlusion(model, turned)) for model in models]}
 
@@ -217,7 +217,7 @@ class Answers:
 
     def _pixel(self, choice: Choice) -> list[int]:
         size = choice.image.shape[1]
-        return list(nearest_pixel(turn_place(choice.home, choice.angle, size), size))
+        return list(nearest_pixel(rotate_position(choice.home, choice.angle, size), size))
 
     def _decision(self, model: int, choice: Choice, turned: Image) -> Json:
         before = self.comparison.probabilities(model, choice.image)
@@ -307,7 +307,7 @@ class Answers:
         )
 
     def _image(self, content: Any) -> Image:
-        """A sample by its number, or pixels as ``pixels`` has written them."""
+        """A sample by its number, or pixels as ``encode_image`` has written them."""
         if type(content) is int and 0 <= content < len(self.comparison.samples):
             return self.comparison.samples[content].image
         shape = self.data.in_channels, self.data.size, self.data.size
@@ -381,7 +381,7 @@ def _training(trained: TrainedModel) -> Json:
     shape = (1, len(mean), 1, 1)
     shown = images * torch.tensor(std).view(shape) + torch.tensor(mean).view(shape)
     bytes_ = (shown * 255).round().clamp(0, 255).to(torch.uint8).numpy()
-    return {"said": said, "images": [pixels(image) for image in bytes_], "metrics": metrics}
+    return {"said": said, "images": [encode_image(image) for image in bytes_], "metrics": metrics}
 
 
 # ---- arrays in JSON ----
@@ -393,7 +393,7 @@ def numbers(values: Tensor) -> Json:
     return {"shape": list(array.shape), "data": base64.b64encode(array.tobytes()).decode()}
 
 
-def pixels(image: Image) -> str:
+def encode_image(image: Image) -> str:
     """The bytes of an image in base64."""
     return base64.b64encode(np.ascontiguousarray(image).tobytes()).decode()
 

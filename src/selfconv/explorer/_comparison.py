@@ -23,7 +23,7 @@ from selfconv.trained import TrainedModel, open_trained
 from selfconv.visualize import Inspection, border_colour, occlusion_maps
 
 Image = NDArray[np.uint8]  # [C, size, size]
-Place = tuple[float, float]  # row and column, also between pixels
+Position = tuple[float, float]  # row and column, also between pixels
 T = TypeVar("T")
 SAMPLES = 12
 REMEMBERED = 32  # images and models; a few MB each
@@ -187,7 +187,7 @@ class Comparison:
         if element is None:
             return None
         before = self.inspect(model, image).maps[layer][None]
-        after = self.inspect(model, turn(image, 90 * quarters)).maps[layer][None]
+        after = self.inspect(model, rotate_image(image, 90 * quarters)).maps[layer][None]
         return relative_error(after, transform(before, element, group))
 
 
@@ -264,7 +264,7 @@ def _digits_as_samples(trained: TrainedModel) -> list[SampleImage]:
 # ---- turning ----
 
 
-def turn(image: Image, degrees: float) -> Image:
+def rotate_image(image: Image, degrees: float) -> Image:
     """The image turned counter-clockwise: exactly by quarters, else bilinear.
 
     Corners that come from outside get the median colour of the border, as a larger picture would have there.
@@ -281,23 +281,23 @@ def turn(image: Image, degrees: float) -> Image:
     return np.stack([np.array(picture) for picture in turned])
 
 
-def turn_place(place: Place, degrees: float, size: int) -> Place:
-    """Where a place of an image goes when the image is turned counter-clockwise about its centre."""
+def rotate_position(position: Position, degrees: float, size: int) -> Position:
+    """Where a position in an image goes when the image is turned counter-clockwise about its centre."""
     centre = (size - 1) / 2
-    row, column = place[0] - centre, place[1] - centre
+    row, column = position[0] - centre, position[1] - centre
     cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
     return row * cos - column * sin + centre, column * cos + row * sin + centre
 
 
-def nearest_pixel(place: Place, size: int) -> tuple[int, int]:
-    row, column = (min(max(round(x), 0), size - 1) for x in place)
+def nearest_pixel(position: Position, size: int) -> tuple[int, int]:
+    row, column = (min(max(round(x), 0), size - 1) for x in position)
     return row, column
 
 
 # ---- in words ----
 
 
-def kind(trained: TrainedModel) -> str:
+def network_kind(trained: TrainedModel) -> str:
     """The name of its group, or ``planar`` for a network that knows translations alone."""
     group = trained.model.group
     return "planar" if len(group) == 1 else group.name
@@ -305,7 +305,7 @@ def kind(trained: TrainedModel) -> str:
 
 def network_title(trained: TrainedModel) -> str:
     """What kind of network it is: ``p4 affine self convolution``."""
-    return f"{kind(trained)} network, {SPATIAL_KINDS[trained.model.config['spatial']].title}"
+    return f"{network_kind(trained)} network, {SPATIAL_KINDS[trained.model.config['spatial']].title}"
 
 
 def symmetry_in_words(group: Group) -> str:

@@ -29,7 +29,7 @@ import torch
 from selfconv._extras import require
 from selfconv._files import parse_json
 from selfconv.data import DataError, PixelRange, as_bytes, read_image
-from selfconv.explorer._answers import MAX_UPLOAD, Answers, pixels
+from selfconv.explorer._answers import MAX_UPLOAD, Answers, encode_image
 from selfconv.explorer._comparison import Comparison
 from selfconv.trained import given_range
 
@@ -258,7 +258,7 @@ def make_app(answers: Answers, pixel_range: PixelRange | None = None) -> Starlet
         given = data.pixels if pixel_range is None else pixel_range
         return await computed(
             lambda: {
-                "image": pixels(read_upload(content, data.size, data.in_channels, given)),
+                "image": encode_image(read_upload(content, data.size, data.in_channels, given)),
                 "size": data.size,
             },
             later,

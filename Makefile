@@ -39,10 +39,12 @@ demo: install
 test: lint browser
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-# every property test on many more cases, new ones each time; says how many random calls there were (2,000 and more)
+# every property test on many more cases, new ones each time, and exports and compilations of more networks; says how
+# many random calls there were (2,000 and more)
+LONG := tests/ops/test_fuzz.py tests/test_groups.py tests/data/test_archives.py tests/test_hostile_runs.py \
+	tests/trained/test_trained.py tests/models/test_compile.py tests/models/test_deploy.py tests/nn/test_new_architectures.py
 test-long: install
-	SELFCONV_TEST_EFFORT=15 $(BIN)/python -m pytest -n 2 tests/ops/test_fuzz.py tests/test_groups.py tests/data/test_archives.py tests/test_hostile_runs.py \
-		tests/trained/test_trained.py
+	SELFCONV_TEST_EFFORT=15 $(BIN)/python -m pytest -n 2 $(LONG)
 
 # the tests of the core with the oldest versions that pyproject.toml allows, in an environment of its own; downloads
 # some gigabytes, for old builds of torch come with CUDA. Python 3.11 or 3.12: for 3.13 the oldest have no wheels

@@ -324,17 +324,17 @@ def test_what_a_network_is_built_for(group: str, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "words"),
+    ("groups", "words"),
     [
-        ("z2", "No turn is exact for a planar network."),
-        ("p4", "Only multiples of 90° are exact for p4: in between, as at 45°, its answer may change."),
-        ("p4m", "Only multiples of 90° are exact for p4m: in between, as at 45°, its answer may change."),
-        ("c8", "Only multiples of 90° are exact for c8, other multiples of 45° are approximate: in between, "
-         "as at 22.5°, its answer may change."),
+        (["z2"], "No turn is exact for planar networks."),
+        (["z2", "p4", "p4m", "p4"], "No turn is exact for planar networks. Only multiples of 90° are exact "
+         "for p4 and p4m: in between, as at 45°, answers may change."),
+        (["c8"], "Only multiples of 90° are exact for c8, other multiples of 45° are approximate: in "
+         "between, as at 22.5°, answers may change."),
     ],
 )  # fmt: skip
-def test_which_turns_are_exact(group: str, words: str) -> None:
-    assert exact_turns_in_words(get_group(group)) == words
+def test_which_turns_are_exact(groups: list[str], words: str) -> None:
+    assert exact_turns_in_words([get_group(group) for group in groups]) == words
 
 
 def test_the_curve_has_the_answers_of_the_page(comparison: Comparison, answers: Answers) -> None:

@@ -234,6 +234,23 @@ def test_the_curve_is_drawn_all_around(page: Page) -> None:
     assert max(planar[n] for n in quarters) - min(planar[n] for n in quarters) > 50
 
 
+def test_a_full_turn_ends_where_it_began_or_where_the_user_turns_to(page: Page) -> None:
+    degrees, full = page.locator("#degrees"), page.get_by_role("button", name="Full turn")
+    page.get_by_role("button", name="turn left by 90°").click()
+    full.dblclick()
+    strong = page.locator("#curve polyline:not(.faint)").first
+    expect(strong).to_have_attribute("points", points(24))  # it has been at every angle
+    expect(degrees).to_have_text("90°")
+    page.wait_for_timeout(500)
+    expect(degrees).to_have_text("90°")
+    full.click()
+    expect(degrees).not_to_have_text("90°")
+    page.get_by_role("button", name="Upright").click()
+    expect(page.locator("#maps")).not_to_contain_text("turned")
+    page.wait_for_timeout(500)
+    expect(degrees).to_have_text("0°")
+
+
 def points(count: int) -> re.Pattern[str]:
     return re.compile(rf"^\S+( \S+){{{count - 1}}}$")
 
@@ -250,7 +267,7 @@ def test_the_evidence_adds_up(page: Page) -> None:
         expect(shown.locator(".activation")).to_contain_text(said)
         expect(shown.locator(".occlusion canvas[role=img]")).to_be_visible()
     before = pictures(page, ".activation")
-    page.locator("#other").select_option(label="the runner-up")
+    page.locator("#other").select_option(label="the strongest other class")
     expect(card(page, "decisions", 0)).to_contain_text("the difference of their logits")
     assert pictures(page, ".activation") != before
 
@@ -305,7 +322,7 @@ def test_a_class_is_not_compared_with_itself(page: Page) -> None:
     other.select_option(label="5")
     expect(evidence).to_contain_text("for “3” rather than “5”")
     page.locator("#class").select_option(label="5")
-    expect(other).to_have_value("-2")  # the runner-up
+    expect(other).to_have_value("-2")  # the strongest other class
     expect(evidence).to_contain_text("for “5” rather than “")
     assert other.locator("option:disabled").all_inner_texts() == ["5"]
     page.locator("#class").select_option(label="the answer of each network")
@@ -442,7 +459,8 @@ def test_uploads(page: Page, server: Server, tmp_path: Path) -> None:
     with (tmp_path / "large.png").open("wb") as sparse:
         sparse.truncate(MAX_UPLOAD + 1)
     page.locator("input[type=file]").set_input_files(tmp_path / "large.png")
-    expect(message).to_contain_text("large.png: expected up to 16 MB; got 16.0 MB")
+    said = "large.png: expected up to 16 MB; got 16.0 MB; the image before it is still shown"
+    expect(message).to_have_text(said)
     page.get_by_role("button", name="sample: 3").click()  # still usable
     expect(card(page, "decisions", 1)).to_contain_text("answers 3")
     expect(message).to_have_text("")

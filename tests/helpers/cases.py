@@ -35,6 +35,11 @@ def examples(number: int) -> settings:
     return settings(max_examples=number * EFFORT)
 
 
+def more(*cases: Any) -> tuple[Any, ...]:
+    """Cases for `make test-long` alone: each takes many seconds, and others have every part of it."""
+    return cases if EFFORT > 1 else ()
+
+
 _tried = 0
 
 

@@ -16,6 +16,7 @@ import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.cases import more
 from helpers.tiny_models import (
     TINY,
     after_sgd_steps,
@@ -78,7 +79,7 @@ def test_exported_programs_agree_at_any_batch_size(
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("resnet29_asc_se", {"depth": 11}), ("p4resnet29_asc", TINY), ("c8resnet29_asc", TINY)],
+    [("resnet29_asc_se", {"depth": 11}), ("c8resnet29_asc", TINY), *more(("p4resnet29_asc", {"depth": 11}))],
 )
 def test_onnx_agrees_at_any_batch_size(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     model = after_sgd_steps(create_model(name, **options))
@@ -164,7 +165,7 @@ def test_an_optimised_network_has_a_state_and_refuses_training(name: str) -> Non
     assert torch.equal(optimized.eval()(images), other(images))
 
 
-@pytest.mark.parametrize("name", ["resnet29_asc", "p4mresnet29_asc"])
+@pytest.mark.parametrize("name", ["resnet29_asc", *more("p4mresnet29_asc")])
 @pytest.mark.filterwarnings("ignore:.*only approximately")
 def test_one_onnx_file_takes_any_batch_and_size(name: str, tmp_path: Path) -> None:
     model = tiny(name)
@@ -469,7 +470,7 @@ def test_export_takes_a_layer_named_cell_for_no_number() -> None:
     torch.testing.assert_close(program(x), model(x))
 
 
-@pytest.mark.parametrize("group", ["z2", "p4"])
+@pytest.mark.parametrize("group", ["p4", *more("z2")])
 def test_any_size_of_networks_that_downsample_further(group: str) -> None:
     """Sides from 32 on, below which the last map has one pixel; of images too small for that, one line."""
     model = create_model("resnet29_asc", **TINY, stem="pool4", group=group).eval()

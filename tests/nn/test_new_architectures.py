@@ -9,7 +9,7 @@ import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.cases import ALL_GROUPS, HALVES_OF_A_TURN
+from helpers.cases import ALL_GROUPS, HALVES_OF_A_TURN, more
 from torch import Tensor, nn
 
 import selfconv.examples
@@ -331,7 +331,11 @@ def test_examples_are_equivariant_fresh_and_trained(group: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: UNet(1, 2, (4, 8)), lambda: Autoencoder(1, 2, 4)], ids=["unet", "autoencoder"]
+    "make",
+    [
+        pytest.param(lambda: UNet(1, 2, (4, 8)), id="unet"),
+        *more(pytest.param(lambda: Autoencoder(1, 2, 4), id="autoencoder")),
+    ],
 )
 def test_examples_can_be_deployed(make: Any, tmp_path: Path) -> None:
     """Exported for any batch, optimised, compiled and traced, as a network from the registry is."""

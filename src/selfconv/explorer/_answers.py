@@ -92,6 +92,7 @@ class Answers:
             "channels": self.data.in_channels,
             "classes": comparison.class_names,
             "note": comparison.note,
+            "exact": exact_turns_in_words([trained.model.group for trained in comparison.models]),
             "maxUpload": MAX_UPLOAD,
             "samples": [
                 {"name": sample.name, "label": sample.label, "image": encode_image(sample.image)}
@@ -114,7 +115,6 @@ class Answers:
             "title": network_title(trained),
             "meaning": symmetry_in_words(trained.model.group),
             "facts": ", ".join(facts),
-            "exact": exact_turns_in_words(trained.model.group),
             "planes": plane_names(trained.model.group),
             "attention": self.comparison.attends[model],
             "layers": self._layers(model),

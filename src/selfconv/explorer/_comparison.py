@@ -215,7 +215,8 @@ def _same_inputs_and_classes(a: TrainedModel, b: TrainedModel) -> bool:
 
 def _describe_inputs(trained: TrainedModel) -> str:
     data = trained.data
-    return f"{len(data.class_names)} classes, {data.in_channels} channels, {data.size}×{data.size} pixels"
+    channels = f"{data.in_channels} channel{'s' * (data.in_channels != 1)}"
+    return f"{len(data.class_names)} classes, {channels}, {data.size}×{data.size} pixels"
 
 
 def load_own_data(trained: TrainedModel) -> Dataset:
@@ -317,16 +318,23 @@ def symmetry_in_words(group: Group) -> str:
     return f"Equivariant to {', '.join(parts[:-1])} and {parts[-1]}."
 
 
-def exact_turns_in_words(group: Group) -> str:
-    """At which angles a network on this group gives the same answer, and where it may not."""
+def exact_turns_in_words(groups: Sequence[Group]) -> str:
+    """At which angles networks on these groups give the same answer, and where they may not."""
+    named: dict[str, list[str]] = {}  # what is said of groups that have the same turns
+    for group in dict.fromkeys(groups):
+        named.setdefault(_exact_turns(group), []).append("planar" if len(group) == 1 else group.name)
+    return " ".join(words.format(" and ".join(names)) for words, names in named.items())
+
+
+def _exact_turns(group: Group) -> str:
     turns = [s for s, ((a, b), (c, d)) in enumerate(group.matrices) if a * d - b * c > 0]
     step, exact = 360 / len(turns), 360 / sum(group.exact[s] for s in turns)
     if len(turns) == 1:
-        return f"No turn is exact for a {'planar' if len(group) == 1 else group.name} network."
+        return "No turn is exact for {} networks."
     others = "" if exact == step else f", other multiples of {step:g}° are approximate"
     return (
-        f"Only multiples of {exact:g}° are exact for {group.name}{others}: in between, as at {step / 2:g}°, "
-        "its answer may change."
+        f"Only multiples of {exact:g}° are exact for {{}}{others}: in between, as at {step / 2:g}°, answers "
+        "may change."
     )
 
 

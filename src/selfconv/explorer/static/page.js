@@ -4,7 +4,7 @@ import {chart, decode, fixed, largest, minus, node, number, overlay, part, photo
 
 const $ = (id) => document.getElementById(id);
 const ROUNDING = 1e-4;  // of the largest logit: less is not drawn as evidence
-const [ANSWER, NOTHING, RUNNER_UP] = [-1, -1, -2];  // choices beside the classes
+const [ANSWER, NOTHING, STRONGEST] = [-1, -1, -2];  // choices beside the classes
 const percent = (p) => `${(100 * p).toFixed(1)}%`;
 const best = (p) => p.indexOf(Math.max(...p));
 
@@ -22,6 +22,7 @@ let occlusion = null;  // of the image and angle that are shown, once it is ther
 let around = new Map();  // angle → for each model its probabilities, as far as they are known
 let turned = [0, 0];  // from which angle to which the user has turned the image
 let choices = 0;  // how many images the user has chosen
+let turns = 0;  // how often the user has turned the image, or chosen another
 const uploads = new Map();  // image of the user → what is said about it
 let failures = 0;
 let gone = false;  // the server
@@ -151,6 +152,7 @@ const wordsFor = (image) => uploads.get(image) ?? about.note;
 
 function choose(image) {
   choices += 1;
+  turns += 1;
   say(wordsFor(image));
   Object.assign(chosen, {image, angle: 0});
   showControls();
@@ -173,13 +175,18 @@ function turnTo(angle) {
   return refresh();
 }
 
+function userTurnsTo(angle) {
+  turns += 1;
+  return turnTo(angle);
+}
+
+// Ends where it began, unless the user turns the image meanwhile.
 async function allAround() {
-  const from = chosen.angle, image = chosen.image;
-  for (let step = 1, here = from; step <= 24; step++) {
-    if (chosen.angle !== here || chosen.image !== image) return;  // the user has done something else
-    if (!(await turnTo(from + 15 * step))) return;
-    here = chosen.angle;
-  }
+  if (allAround.of === turns) return;  // it is on its way
+  const mine = ++turns, from = chosen.angle;
+  allAround.of = mine;
+  for (let step = 1; step <= 24 && mine === turns; step++) if (!(await turnTo(from + 15 * step))) break;
+  allAround.of = null;
 }
 
 // Where a place of the image goes when the image is turned counter-clockwise about its centre.
@@ -268,14 +275,14 @@ function bars(p, upright) {
 function evidence(maps, n) {
   const [own, other] = [$("class").value, $("other").value].map(Number);
   const {logits} = shown.models[n], order = logits.map((_, c) => c).sort((a, b) => logits[b] - logits[a]);
-  const first = own === ANSWER ? order[0] : own, next = other === RUNNER_UP ? order.find((c) => c !== first) : other;
+  const first = own === ANSWER ? order[0] : own, next = other === STRONGEST ? order.find((c) => c !== first) : other;
   const map = part(maps, first), name = about.classes[first];
   if (next === undefined || next === NOTHING || next === first) {
     const itself = next === first ? " (which is the answer: not compared with itself)" : "";
     return {map, words: `“${name}”${itself}`, logit: `the logit of “${name}”`};
   }
   const words = `“${name}” rather than “${about.classes[next]}”`;
-  const logit = `the difference of their logits (${fixed(logits[first])} and ${fixed(logits[next])})`;
+  const logit = `the difference of their logits (rounded: ${fixed(logits[first])} and ${fixed(logits[next])})`;
   return {map: minus(map, part(maps, next)), words, logit};
 }
 
@@ -289,9 +296,12 @@ function drawDecisions() {
     const covered = node("figure", {class: "occlusion"}, node("h4", {}, "If a part is covered"));
     if (occlusion) {
       const falls = evidence(occlusion[n], n).map, [fall, rise] = [Math.max(...falls.values), -Math.min(...falls.values)];
-      const said = fall > least ? ["covering a part lowers this number by up to ", node("b", {}, fixed(fall)), "."]
-        : rise > least ? ["no part is needed; covering one raises this number by up to ", node("b", {}, fixed(rise)), "."]
-          : ["covering any part changes nothing."];
+      const effect = (verb, by) => [`${verb} this number by up to `, node("b", {}, fixed(by))];
+      const lowers = effect("lowers", fall), raises = effect("raises", rise);
+      const both = rise > fall ? [raises, lowers] : [lowers, raises];
+      const said = fall > least && rise > least ? ["covering one part ", ...both[0], ", covering another ", ...both[1], "."]
+        : fall > least ? ["covering a part ", ...lowers, "; covering none raises it."]
+          : rise > least ? ["no part is needed; covering one ", ...raises, "."] : ["covering any part changes nothing."];
       const caption = node("figcaption", {}, "Occlusion: ", ...said);
       const label = `for ${words}. ${caption.textContent}`;
       covered.append(overlay($("photo"), falls, Math.max(largest(falls), least), label), caption);
@@ -301,13 +311,15 @@ function drawDecisions() {
       covered.append(waiting, node("figcaption", {}, "Occlusion: covering part after part…"));
     }
     const facts = node("p", {class: "facts"}, node("b", {}, model.kind), `: ${model.meaning[0].toLowerCase()}${model.meaning.slice(1)} ${model.facts}.`);
-    const said = node("p", {class: "said"}, answer.said || "Turn the image: does the answer hold?");
+    const said = node("p", {class: "said"}, answer.said);
     return card(model, n, facts, answerLine(answer.probabilities), said, bars(answer.probabilities, answer.upright),
       node("div", {class: "pair"}, why, covered));
   }));
 }
 
 // ---- filters at the pixel ----
+
+const EVEN = 1.5;  // times the share of each neighbour, if all had the same
 
 // The pictures of the equation, each after its operator; those in brackets have a common background.
 const COLUMNS = [["Σ", "V", "neighbours"], ["×", "ψ", "template"], ["×", "α", "attention"], ["=", "α·ψ", "filter"],
@@ -317,6 +329,8 @@ const EQUATION = "Σ neighbours × (template × attention = filter) + Σ positio
 
 const planeName = (model, plane) => node("th", {scope: "row"}, model.planes.length > 1 ? plane : "");
 const operator = (text, style = "") => node("td", {class: `operator ${style}`}, text);
+
+const tableClass = (name, model) => (model.planes.length > 4 ? `${name} long` : name);  // of more, with longer names
 
 function filterTable(model, f) {
   const arrays = [f.value, f.psi, f.alpha, f.effective, f.positional].map(decode), limits = arrays.map((a) => largest(a));
@@ -333,7 +347,7 @@ function filterTable(model, f) {
     return [picture(values, limits[c], name === "α", `${name} at ${plane}, up to ${number(limits[c])}`)];
   }, true, node("td", {class: "number"}, number(f.output[p]))));
   const scale = row("td", node("td"), (c) => [(COLUMNS[c][1] === "α" ? "≤" : "±") + number(limits[c])], false, node("td"));
-  return node("table", {class: "filters"}, node("caption", {}, EQUATION), node("thead", {}, head),
+  return node("table", {class: tableClass("filters", model)}, node("caption", {}, EQUATION), node("thead", {}, head),
     node("tbody", {}, ...rows), node("tfoot", {}, scale));
 }
 
@@ -344,7 +358,7 @@ function headsTable(model, f) {
     node("th", {scope: "col", ...(n === f.head ? {class: "best"} : {})}, String(n))));
   const rows = model.planes.map((plane, p) => node("tr", {}, planeName(model, plane), ...numbers.map((n) =>
     node("td", {}, picture(part(part(heads, n), p), limit, true, `α of head ${n} at ${plane}`)))));
-  return node("table", {class: "heads"}, node("caption", {}, `attention α of every head, 0 to ${number(limit)}`),
+  return node("table", {class: tableClass("heads", model)}, node("caption", {}, `attention α of every head, 0 to ${number(limit)}`),
     node("thead", {}, head), node("tbody", {}, ...rows));
 }
 
@@ -353,7 +367,9 @@ function drawFilters() {
     const f = shown.models[n].filters;
     if (!f) return card(model, n, node("p", {}, "This network has no self convolution: its filters are the same everywhere."));
     const tables = node("div", {class: "split"}, filterTable(model, f), headsTable(model, f));
-    return card(model, n, node("p", {class: "where"}, f.where), tables);
+    const alpha = decode(f.alpha), [k, l] = alpha.shape.slice(-2);
+    const even = largest(alpha) * k * l < EVEN ? "; attention is nearly even here, so the filter is nearly the template" : "";
+    return card(model, n, node("p", {class: "where"}, `${f.where}${even}.`), tables);
   }));
 }
 
@@ -372,7 +388,7 @@ function drawMaps() {
       : names.map((name) => node("tr", {}, node("th", {scope: "row"}, name),
         ...model.planes.map((plane, p) => cell(name, plane, p))));
     return card(model, n, node("p", {class: "where"}, `${m.where}, ±${number(limit)}`),
-      node("table", {class: planar ? "maps single" : "maps"}, node("thead", {}, node("tr", {}, ...head)),
+      node("table", {class: planar ? "maps single" : tableClass("maps", model)}, node("thead", {}, node("tr", {}, ...head)),
         node("tbody", {}, ...body)),
       node("p", {class: "said"}, m.said || (angle ? "" : "Turn the image to compare.")));
   }));
@@ -380,23 +396,23 @@ function drawMaps() {
 
 // ---- the curve ----
 
-// Of the true class, or if that is not known, of the answer to the upright image.
+// Of the true class, or if that is not known, of each network's answer to the upright image.
 function drawCurve() {
   const known = [...around].sort((a, b) => a[0] - b[0]), truth = about.classes.indexOf(truthShown());
-  const curveClass = truth >= 0 ? truth : best(shown.models[0].upright), {angle: here} = shown.question;
-  const name = about.classes[curveClass];
+  const drawn = shown.models.map(({upright}) => (truth >= 0 ? truth : best(upright))), {angle: here} = shown.question;
+  const name = new Intl.ListFormat("en").format([...new Set(drawn)].map((c) => `“${about.classes[c]}”`));
   const lines = about.models.map((model, n) => {
-    const background = known.map(([angle, models]) => [angle, models[n][curveClass]]);
+    const background = known.map(([angle, models]) => [angle, models[n][drawn[n]]]);
     const points = background.filter(([angle]) => turned[0] <= angle && angle <= turned[1]);
     return {style: style(model), dashed: model.kind === "planar", points, background};
   });
-  const now = about.models.map((model, n) => `${model.name} ${percent(shown.models[n].probabilities[curveClass])}`);
+  const now = about.models.map((model, n) => `${model.name} ${percent(shown.models[n].probabilities[drawn[n]])}`);
   $("curve").replaceChildren(chart({lines, xs: [-180, -90, 0, 90, 180], ys: [0, 0.5, 1], xName: "degrees",
     now: here, format: (y) => `${100 * y}%`,
     label: `probability of ${name} against the angle; at ${here}°: ${now.join(", ")}`}));
-  const exact = [...new Set(about.models.map((model) => model.exact))].join(" ");
-  $("curve-caption").textContent = `Probability of “${name}”, at the angles you have turned through (strong) and at `
-    + `others (faint). ${exact} Training can teach other angles, if it turns its images.`;
+  const own = new Set(drawn).size > 1 ? ", the answer of each network to the upright image" : "";
+  $("curve-caption").textContent = `Probability of ${name}${own}, at the angles you have turned through (strong) and at `
+    + `others (faint). ${about.exact} Training can teach other angles, if it turns its images.`;
 }
 
 // ---- training ----
@@ -405,7 +421,7 @@ function trainingCard(model, n, seen) {
   const images = node("div", {class: "seen", role: "img", "aria-label": `${seen.images.length} training images`});
   images.append(...seen.images.map((image) => photo(node("canvas"), image, about.channels)));
   const charts = [["Loss", "loss", null], ["Accuracy", "accuracy", 1]].map(([title, what, top]) => {
-    const lines = [["training", "train", "group-0"], ["validation", "val", "planar-0"]].map(([name, key, look]) => ({
+    const lines = [["training", "train", "series-0"], ["validation", "val", "series-1"]].map(([name, key, look]) => ({
       name, style: look, dashed: key === "val", points: seen.metrics.map((row) => [row.epoch, row[`${key}_${what}`]])
         .filter(([, value]) => value !== null && value !== undefined)}));
     const values = lines.flatMap(({points}) => points.map(([, value]) => value));
@@ -458,14 +474,14 @@ function makeViews() {
 // A class is not compared with itself.
 function otherOptions() {
   for (const option of $("other").options) option.disabled = Number(option.value) >= 0 && option.value === $("class").value;
-  if ($("other").selectedOptions[0].disabled) $("other").value = RUNNER_UP;
+  if ($("other").selectedOptions[0].disabled) $("other").value = STRONGEST;
 }
 
 function listen() {
-  $("angle").addEventListener("input", () => turnTo(Number($("angle").value)));
-  $("left").addEventListener("click", () => turnTo(chosen.angle + 90));
-  $("right").addEventListener("click", () => turnTo(chosen.angle - 90));
-  $("upright").addEventListener("click", () => turnTo(0));
+  $("angle").addEventListener("input", () => userTurnsTo(Number($("angle").value)));
+  $("left").addEventListener("click", () => userTurnsTo(chosen.angle + 90));
+  $("right").addEventListener("click", () => userTurnsTo(chosen.angle - 90));
+  $("upright").addEventListener("click", () => userTurnsTo(0));
   $("around").addEventListener("click", allAround);
   $("training-button").addEventListener("click", () => showTraining().catch((error) => fail(error.message)));
   for (const id of ["class", "other"])
@@ -517,7 +533,7 @@ async function readUpload() {
     choose(image);
   } catch (error) {
     if (gone) fail(error.message);
-    else if (mine === choices) fail(`${file.name}: ${error.message}`);
+    else if (mine === choices) fail(`${file.name}: ${error.message}; the image before it is still shown`);
   }
 }
 
@@ -538,6 +554,7 @@ async function start() {
   $("about").textContent = `${names} ${many ? "say" : "says"} what is in an image, after training on ${about.data}. See `
     + "which parts of the image an answer comes from, and turn the image: does the answer hold?";
   $("planes-caption").hidden = about.models.every(({planes}) => planes.length === 1);
+  $("mirror-caption").hidden = !about.models.some(({planes}) => planes.some((plane) => plane.endsWith(" m")));
   if (!about.attention) withoutAttention();
   $("samples").append(...about.samples.map(({name, image}, n) => {
     const button = node("button", {type: "button", "aria-label": `sample: ${name}`, title: name, "aria-pressed": "false"},
@@ -548,7 +565,7 @@ async function start() {
   options($("layer"), about.layers, about.first.layer);
   makeViews();
   options($("class"), [many ? "the answer of each network" : "the answer", ...about.classes], ANSWER, ANSWER);
-  options($("other"), ["the runner-up", "nothing: the class by itself", ...about.classes], RUNNER_UP, RUNNER_UP);
+  options($("other"), ["the strongest other class", "nothing: the class by itself", ...about.classes], STRONGEST, STRONGEST);
   const {layer, heads, channels, pixel, sample} = about.first;
   Object.assign(chosen, {layer, heads, channels, home: pixel});
   await choose(sample);

@@ -612,6 +612,15 @@ def test_layer_attention_weights_sum_to_one(group: str | Group) -> None:
             lambda: GroupBatchNorm(0),
             "GroupBatchNorm: expected sizes that are integers ≥ 1; got num_features=0",
         ),
+        (
+            lambda: GroupBatchNorm(4, float("nan")),
+            "GroupBatchNorm: eps: expected a finite number of 0 or more; got nan",
+        ),
+        (lambda: GroupBatchNorm(4, momentum=-1), "momentum: expected a probability, 0 to 1; got -1"),
+        (
+            lambda: GroupLayerNorm(4, ANY),
+            "GroupLayerNorm: eps: expected a finite number of 0 or more; got 'odd'",
+        ),
         (lambda: AffineConv2d(4, 8, -1), "AffineConv2d: kernel_size: expected an odd integer ≥ 1; got -1"),
     ],
 )
@@ -639,6 +648,19 @@ def test_maps_without_pixels_are_refused(name: str) -> None:
     shape = (2, 4, 0, 6) if isinstance(layer, LIFTING) else (2, 4, 4, 0, 6)
     with pytest.raises(ValueError, match=r"expects maps of 1×1 or more; got shape \[2, 4, .*0, 6\]"):
         layer(torch.zeros(shape))
+
+
+@every_layer
+def test_features_of_another_dtype_are_refused_outside_autocast(name: str) -> None:
+    layer = LAYERS[name](group="p4", dtype=torch.float32)
+    if not any(True for _ in layer.parameters()):
+        return
+    x = torch.zeros(2, 4, 6, 6) if isinstance(layer, LIFTING) else torch.zeros(2, 4, 4, 6, 6)
+    said = r"has weights of torch.float32 and expects such features; got torch.float64"
+    with pytest.raises(TypeError, match=said):
+        layer(x.double())
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x.bfloat16())
 
 
 def test_integer_images_are_refused() -> None:

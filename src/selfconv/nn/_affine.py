@@ -52,7 +52,7 @@ class DepthwiseConv2d(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        check_features(type(self).__name__, x, self.channels, self.group)
+        check_features(type(self).__name__, x, self.channels, self.group, weight=self.weight)
         filters = self.group.window_values(self.weight, self.kernel_size)
         out = avg_pool(in_memory_of(x, affine_conv(x, filters, None, group=self.group)), self.stride)
         return out if self.bias is None else out + self.bias.view(-1, *[1] * (x.dim() - 2))
@@ -108,7 +108,7 @@ class AffineConv2d(nn.Module):
             nn.init.normal_(parameter, std=1 / len(self.group))
 
     def forward(self, x: Tensor) -> Tensor:
-        check_features(type(self).__name__, x, self.in_channels, self.group)
+        check_features(type(self).__name__, x, self.in_channels, self.group, weight=self.psi_v)
         psi, beta = (self.group.window_values(f, self.kernel_size) for f in (self.psi_v, self.beta_v))
         out = affine_conv(self.value(x), psi, beta, group=self.group)
         return self.output(in_memory_of(x, out))

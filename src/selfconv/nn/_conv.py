@@ -118,7 +118,7 @@ class LiftingConv2d(_SteeredConv2d):
         return self.group.steer(filters, planar=True)  # [out, in, P, k, k]
 
     def forward(self, x: Tensor) -> Tensor:
-        check_features("LiftingConv2d", x, self.in_channels, Z2, lifted_to=self.group)
+        check_features("LiftingConv2d", x, self.in_channels, Z2, lifted_to=self.group, weight=self.weight)
         return self._convolve(x)
 
 
@@ -142,5 +142,5 @@ class GroupConv2d(_SteeredConv2d):
         return self.group.steer(filters.unflatten(1, (self.in_channels, -1)))  # [out, in, P, R, k, k]
 
     def forward(self, x: Tensor) -> Tensor:
-        check_features("GroupConv2d", x, self.in_channels, self.group)
+        check_features("GroupConv2d", x, self.in_channels, self.group, weight=self.weight)
         return self._convolve(x)

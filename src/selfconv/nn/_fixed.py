@@ -140,7 +140,7 @@ class FixedConv2d(FixedLayer):
         return cls(filters, layer.bias, domain, stride, layer.padding, pool, innermost=innermost)
 
     def forward(self, x: Tensor) -> Tensor:
-        check_features(type(self).__name__, x, self.channels, self.domain)
+        check_features(type(self).__name__, x, self.channels, self.domain, weight=self.weight)
         maps = x
         if x.dim() == 5:
             maps = (x.transpose(1, 2) if self.innermost else x).flatten(1, 2)

@@ -46,7 +46,7 @@ class SqueezeExcite(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if is_sequence(x, self.channels, self.group):
             return self.forward(x.unsqueeze(-2)).squeeze(-2)
-        check_features("SqueezeExcite", x, self.channels, self.group)
+        check_features("SqueezeExcite", x, self.channels, self.group, weight=self.reduce.weight)
         gate = torch.sigmoid(self.expand(torch.relu(self.reduce(x.mean(tuple(range(2, x.dim())))))))  # [N, C]
         return x * gate.reshape(*gate.shape, *(1,) * (x.dim() - 2))
 

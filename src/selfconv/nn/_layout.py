@@ -8,6 +8,7 @@ innermost, or its maps contiguous, as its fast paths want them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -24,18 +25,30 @@ def check_sizes(module: str, **sizes: int) -> None:
         raise ValueError(f"{module}: expected sizes that are integers ≥ 1; got {given}")
 
 
+def check_eps(module: str, eps: float) -> None:
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps < math.inf:
+        raise ValueError(f"{module}: eps: expected a finite number of 0 or more; got {eps!r}")
+
+
 def check_window(module: str, kernel_size: int) -> None:
     if not is_whole(kernel_size) or kernel_size < 1 or kernel_size % 2 == 0:
         raise ValueError(f"{module}: kernel_size: expected an odd integer ≥ 1; got {kernel_size}")
 
 
 def check_features(
-    module: str, x: Tensor, channels: int | None, group: Group, lifted_to: Group | None = None
+    module: str,
+    x: Tensor,
+    channels: int | None,
+    group: Group,
+    *,
+    lifted_to: Group | None = None,
+    weight: Tensor | None = None,
 ) -> None:
-    """Features of the right rank and sizes: [N, C, h, w] on z2, [N, C, |H|, h, w] on a larger group.
+    """Features of the right rank, sizes and dtype: [N, C, h, w] on z2, [N, C, |H|, h, w] on a larger group.
 
     Args:
         lifted_to: the group of the output, which differs from that of the features if the layer lifts.
+        weight: of the layer, whose dtype the features must have outside autocast.
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"{module} expects a torch.Tensor; got {type(x).__name__}")
@@ -50,6 +63,8 @@ def check_features(
         raise ValueError(f"{module} {where} [N, {c}, {axis}h, w]; got shape {list(x.shape)}")
     if not x.is_floating_point():
         raise TypeError(f"{module} expects floating-point features; got {x.dtype} of shape {list(x.shape)}")
+    if weight is not None and x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise TypeError(f"{module} has weights of {weight.dtype} and expects such features; got {x.dtype}")
     if 0 in x.shape[-2:]:
         raise ValueError(f"{module} expects maps of 1×1 or more; got shape {list(x.shape)}")
 

@@ -203,7 +203,8 @@ class LocalAttention2d(nn.Module):
 
     def project(self, x: Tensor) -> Tensor:
         """A^Q[Q], K and V of the features x, concatenated along the channels, computed by one convolution."""
-        check_features(type(self).__name__, x, self.in_channels, self.domain, lifted_to=self.group)
+        name, channels = type(self).__name__, self.in_channels
+        check_features(name, x, channels, self.domain, lifted_to=self.group, weight=self.w_in)
         return group_conv(x, *self.steered_projection(), self.domain)
 
     def steered_projection(self) -> tuple[Tensor, Tensor | None]:

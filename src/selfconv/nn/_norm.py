@@ -11,11 +11,18 @@ from selfconv.nn._layout import (
     channels_innermost,
     channels_to_end,
     channels_to_front,
+    check_eps,
     check_features,
     check_sizes,
     is_sequence,
 )
-from selfconv.ops import owned
+from selfconv.ops import check_probability, owned
+
+
+def _to_match(x: Tensor, weight: Tensor | None) -> Tensor | None:
+    """The weight whose dtype the features must have; those in half precision may have weights in float32."""
+    half = isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16)
+    return None if half else weight
 
 
 class GroupBatchNorm(nn.BatchNorm2d):
@@ -40,13 +47,16 @@ class GroupBatchNorm(nn.BatchNorm2d):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_sizes("GroupBatchNorm", num_features=num_features)
+        check_eps("GroupBatchNorm", eps)
+        if momentum is not None:
+            check_probability("GroupBatchNorm: momentum", momentum)
         super().__init__(num_features, eps, momentum, device=device, dtype=dtype)
         self.group = get_group(group)
 
     def forward(self, x: Tensor) -> Tensor:
         if is_sequence(x, self.num_features, self.group):
             return self.forward(x.unsqueeze(-2)).squeeze(-2)
-        check_features("GroupBatchNorm", x, self.num_features, self.group)
+        check_features("GroupBatchNorm", x, self.num_features, self.group, weight=_to_match(x, self.weight))
         if x.dim() == 4:
             return super().forward(x)
         if torch.compiler.is_exporting() and not self.training:  # to fold sizes that vary is refused
@@ -87,13 +97,15 @@ class GroupLayerNorm(nn.LayerNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_sizes("GroupLayerNorm", num_channels=num_channels)
+        check_eps("GroupLayerNorm", eps)
         super().__init__(num_channels, eps, elementwise_affine, bias, device=device, dtype=dtype)
         self.group = get_group(group)
 
     def forward(self, x: Tensor) -> Tensor:
         if is_sequence(x, self.normalized_shape[0], self.group):
             return self.forward(x.unsqueeze(-2)).squeeze(-2)
-        check_features("GroupLayerNorm", x, self.normalized_shape[0], self.group)
+        channels = self.normalized_shape[0]
+        check_features("GroupLayerNorm", x, channels, self.group, weight=_to_match(x, self.weight))
         y = channels_to_front(super().forward(channels_to_end(x)))
         return y if channels_innermost(x) else y.contiguous()
 

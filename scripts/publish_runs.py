@@ -10,10 +10,12 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from selfconv._files import read_as
+from selfconv._files import read_as, write_json
 from selfconv.models import WEIGHTS, paper_label
 from selfconv.study.plans import PlanFile
 from selfconv.train import Record
@@ -28,7 +30,7 @@ def publish(folder: Path, *, weights: bool) -> list[str]:
     plan = read_as(PlanFile, folder / "plan.json")
     out = RESULTS / plan.plan
     out.mkdir(parents=True, exist_ok=True)
-    shutil.copy(folder / "plan.json", out)
+    write_json(out / "plan.json", asdict(joined(plan, out / "plan.json")))
     missing = []
     for trial in plan.trials:
         run = folder / trial.folder
@@ -41,6 +43,16 @@ def publish(folder: Path, *, weights: bool) -> list[str]:
         if weights and trial.folder.endswith("seed-0"):
             ship(run, WEIGHTS / f"{trial.model}.{plan.data}")
     return missing
+
+
+def joined(plan: PlanFile, published: Path) -> PlanFile:
+    """The plan with the lines that were published before: they may be trained one at a time."""
+    if not published.exists():
+        return plan
+    trials = {trial.folder: trial for trial in (*read_as(PlanFile, published).trials, *plan.trials)}
+    lines = len({trial.label for trial in trials.values()})
+    reduced = [re.sub(r"^\d+ of (\d+) lines$", rf"{lines} of \1 lines", words) for words in plan.reduced]
+    return replace(plan, trials=list(trials.values()), reduced=reduced)
 
 
 def ship(run: Path, out: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -62,3 +63,16 @@ def test_results_only(tmp_path: Path, publish: Callable[..., list[str]]) -> None
     assert publish(plan, weights=False) == []
     assert (tmp_path / "results/cifar10/resnet29/seed-0/evaluation.json").exists()
     assert not list((tmp_path / "weights").iterdir())
+
+
+def test_lines_that_were_trained_one_at_a_time_are_one_plan(
+    tmp_path: Path, publish: Callable[..., list[str]]
+) -> None:
+    reduced = ["1 of 10 lines", "15 epochs"]
+    for trial in (TRIALS[0], TRIALS[2]):
+        plan = make_plan(tmp_path / trial["model"], [trial], plan="cifar10", reduced=reduced)
+        make_run(plan / trial["folder"], turned=(0.3, 0.25, 0.2))
+        assert publish(plan, weights=False) == publish(plan, weights=False) == []
+    content = json.loads((tmp_path / "results/cifar10/plan.json").read_text())
+    assert [trial["folder"] for trial in content["trials"]] == ["resnet29/seed-0", "resnet29_asc/seed-0"]
+    assert content["reduced"] == ["2 of 10 lines", "15 epochs"]

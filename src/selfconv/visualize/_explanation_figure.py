@@ -154,12 +154,13 @@ def draw_overlay(axes: Axes, image: Tensor, values: Tensor, limit: float) -> Any
     axes.imshow(colours, extent=extent, interpolation="nearest")
     if len(numbers) <= LARGEST_GRID:
         rows, columns = numbers.shape
+        digits = (1 if rows > 4 else 2) + (limit < 0.5)  # small numbers would all be 0.0
         for i, j in np.ndindex(rows, columns):
             place = (j + 0.5) * w / columns - 0.5, (i + 0.5) * h / rows - 0.5
             strong = abs(numbers[i, j]) > 0.55 * limit
             axes.text(
                 *place,
-                _signed(numbers[i, j], 1 if rows > 4 else 2),
+                _signed(numbers[i, j], digits),
                 ha="center",
                 va="center",
                 fontsize=SMALL - 3 if rows > 4 else SMALL - 1,

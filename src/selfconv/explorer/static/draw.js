@@ -103,7 +103,7 @@ export function overlay(background, map, limit, label) {
     context.textAlign = "center";
     context.textBaseline = "middle";
     context.lineWidth = 3;
-    const text = fixed(value, 1);
+    const text = fixed(value, limit < 0.5 ? 2 : 1);
     context.strokeStyle = "#000b";
     context.fillStyle = "#fff";
     context.strokeText(text, (j + 0.5) * w, (i + 0.5) * h);

@@ -22,7 +22,7 @@ from selfconv.testing.checks import (
     shapes_of,
 )
 from selfconv.testing.kinds import Kind, as_tuple, check_kinds, default_kind, is_sequence, transform
-from selfconv.testing.leaves import as_tensor, flatten, judgeable, output_kinds, same
+from selfconv.testing.leaves import as_tensor, output_kinds, outputs_of, same
 from selfconv.testing.waves import Waves
 from selfconv.testing.windows import largest_dilation
 
@@ -60,7 +60,7 @@ def equivariance_error(
     check_inputs(of_input, given, group)
     masked = tuple(map(through_mask, given, of_input)) if group.band_limited else given
     seen = {True: given, False: masked}  # by whether an element is exact
-    y = {exact: judgeable(flatten(module(*seen[exact]))[0]) for exact in {*group.exact}}
+    y = {exact: outputs_of(module, seen[exact]) for exact in {*group.exact}}
     check_output(y[True])
     sequences = any(map(is_sequence, of_input))
     of_output = [
@@ -73,7 +73,7 @@ def equivariance_error(
     def error(s: int, exact: bool) -> float:
         nonlocal moved, changed
         turned = [transform(t, s, group, kind) for t, kind in zip(seen[exact], of_input, strict=True)]
-        found = judgeable(flatten(module(*turned))[0])
+        found = outputs_of(module, turned)
         changed |= not same(found, y[exact])
         if len(found) != len(of_output):
             return math.inf
@@ -180,7 +180,7 @@ def shift_error(
         frame = stride * largest_dilation(module)
     if not x.numel():
         raise ValueError(f"x: expected one entry or more; got shape {shapes_of([x])}")
-    y = module(x)
+    y = module(x.clone())
     check_output([y])
     places, moves = tuple(range(-axes, 0)), (shift,) * axes
     border = torch.ones_like(x[0, 0], dtype=torch.bool)

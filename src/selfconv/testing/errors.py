@@ -24,7 +24,6 @@ from selfconv.testing.checks import (
 from selfconv.testing.kinds import Kind, as_tuple, check_kinds, default_kind, is_sequence, transform
 from selfconv.testing.leaves import as_tensor, output_kinds, outputs_of, same
 from selfconv.testing.waves import Waves
-from selfconv.testing.windows import largest_dilation
 
 Function = Callable[[Tensor], Tensor]
 
@@ -147,54 +146,6 @@ def centre_error(
 
     upright = centre(0)
     return [deviation_error(centre(s), upright) for s in group]
-
-
-@torch.no_grad()
-def shift_error(
-    module: Function,
-    x: Tensor,
-    shift: int = 1,
-    stride: int = 1,
-    frame: int | None = None,
-    *,
-    axes: int = 2,
-) -> float | None:
-    """The error when x is shifted by ``shift`` cells down and right, for outputs independent of the border.
-
-    Zero padding makes the border different from the interior, so only outputs that do not depend on it are
-    compared. They are found by changing the border and observing which outputs change, and with a border of
-    NaN, which also reaches outputs that depend on the border too weakly to change (a saturated softmax). None
-    if there is no such output, for example if the receptive field covers the whole map.
-
-    Args:
-        shift: a multiple of ``stride``.
-        stride: the downsampling factor of the module.
-        frame: how many rows and columns at the border are changed. A window that reaches over the border must
-            meet them, so it has to be as large as the largest dilation, on maps that were downsampled times
-            the stride. By default that of the module's layers.
-        axes: the number of trailing spatial axes: 2 of maps, 1 of sequences, which shift to the right.
-    """
-    if shift % stride or shift < 1:
-        raise ValueError(f"shift: expected a positive multiple of stride={stride}; got {shift}")
-    if frame is None:
-        frame = stride * largest_dilation(module)
-    if not x.numel():
-        raise ValueError(f"x: expected one entry or more; got shape {shapes_of([x])}")
-    y = module(x.clone())
-    check_output([y])
-    places, moves = tuple(range(-axes, 0)), (shift,) * axes
-    border = torch.ones_like(x[0, 0], dtype=torch.bool)
-    inner: list[Any] = [slice(frame, max(frame, n - frame - shift)) for n in x.shape[-axes:]]
-    border[(..., *inner)] = False
-    interior = torch.ones(y.shape[-axes:], dtype=torch.bool, device=y.device)
-    for disturbed in (torch.where(border, x + 1, x), x.masked_fill(border, math.nan)):
-        interior &= (module(disturbed) == y).flatten(0, -axes - 1).all(0)  # [h, w] or [L]
-        if not interior.any():  # before NaN comes near the statistics of a batch norm in training
-            return None
-    fewer = (shift // stride,) * axes
-    moved, expected = module(x.roll(moves, places)), y.roll(fewer, places)
-    interior = interior.roll(fewer, places)
-    return relative_error(moved[..., interior], expected[..., interior])
 
 
 def assert_equivariant(

@@ -16,12 +16,14 @@ from selfconv.testing.checks import (
     check_dependent,
     check_group,
     check_inputs,
+    check_module,
     check_moved,
     check_output,
-    check_tolerance,
+    checked_tensors,
+    checked_tolerance,
     shapes_of,
 )
-from selfconv.testing.kinds import Kind, as_tuple, check_kinds, default_kind, is_sequence, transform
+from selfconv.testing.kinds import Kind, check_kinds, default_kind, is_sequence, transform
 from selfconv.testing.leaves import as_tensor, output_kinds, outputs_of, same
 from selfconv.testing.waves import Waves
 
@@ -53,7 +55,8 @@ def equivariance_error(
             decides; outputs for sequences of rank 3 and 4 are sequences too. An input has to transform.
     """
     group = get_group(group)
-    given = as_tuple(x)
+    check_module(module)
+    given = checked_tensors(x)
     of_input = check_kinds("inputs", inputs, len(given))
     check_group(group)
     check_inputs(of_input, given, group)
@@ -169,9 +172,10 @@ def assert_equivariant(
         inputs, outputs: what each tensor is, as for ``equivariance_error``.
     """
     group = get_group(group)
-    check_tolerance("tolerance", tolerance)
-    check_tolerance("between", between)
-    tolerance = default_tolerance(as_tuple(x)[0].dtype) if tolerance is None else tolerance
+    check_module(module)
+    dtype = checked_tensors(x)[0].dtype
+    tolerance = default_tolerance(dtype) if tolerance is None else checked_tolerance("tolerance", tolerance)
+    between = None if between is None else checked_tolerance("between", between)
     errors = equivariance_error(module, x, group, inputs=inputs, outputs=outputs)
     check_between(group, between, largest(errors))
     limits = [tolerance if exact else math.inf if between is None else between for exact in group.exact]

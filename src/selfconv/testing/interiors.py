@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfconv.testing.checks import check_output, shapes_of
+from selfconv.ops import is_whole
+from selfconv.testing.checks import (
+    check_dependent,
+    check_map,
+    check_mapped,
+    check_module,
+    check_whole,
+    shapes_of,
+)
 from selfconv.testing.errors import Function, relative_error
 from selfconv.testing.windows import largest_dilation
 
@@ -38,15 +46,33 @@ def shift_error(
             meet them, so it has to be as large as the largest dilation, on maps that were downsampled times
             the stride. By default that of the module's layers.
         axes: the number of trailing spatial axes: 2 of maps, 1 of sequences, which shift to the right.
+
+    Raises:
+        ValueError: also where nothing would be compared: the shift does not change x, or the output does not
+            depend on it.
     """
-    if shift % stride or shift < 1:
-        raise ValueError(f"shift: expected a positive multiple of stride={stride}; got {shift}")
-    if frame is None:
-        frame = stride * largest_dilation(module)
-    if not x.numel():
-        raise ValueError(f"x: expected one entry or more; got shape {shapes_of([x])}")
-    check_output([module(x.clone())])
-    return interior_error(module, x, shift, shift // stride, frame, axes)
+    check_module(module)
+    if not is_whole(axes) or axes not in (1, 2):
+        raise ValueError(f"axes: expected 1 or 2; got {axes!r}")
+    x = check_map(x, axes)
+    check_whole("stride", stride)
+    if not is_whole(shift) or shift % stride or shift < 1:
+        raise ValueError(f"shift: expected a positive multiple of stride={stride}; got {shift!r}")
+    if shift >= min(x.shape[-axes:]):
+        raise ValueError(
+            f"shift: expected less than the least side of x, {min(x.shape[-axes:])}; got {shift}"
+        )
+    frame = stride * largest_dilation(module) if frame is None else frame
+    check_whole("frame", frame)
+    y = check_mapped(module(x.clone()), axes)
+    if bool(y.isnan().any()):
+        return math.nan
+    if torch.equal(x, x.roll((shift,) * axes, tuple(range(-axes, 0)))):
+        raise ValueError(f"x: expected values that the shift changes; got shape {shapes_of([x])}")
+    error = interior_error(module, x, shift, shift // stride, frame, axes)
+    if not error:
+        check_dependent(module, [x], [None], [y])
+    return error
 
 
 def interior_error(

@@ -77,7 +77,9 @@ STILL = Move()
 
 
 def permuted(a: Tensor, b: Tensor) -> float:
-    """The error of a as a rearrangement of the numbers in b."""
+    """The error of a as a rearrangement of the numbers in b; of complex ones, part by part."""
+    if a.is_complex() and b.is_complex():
+        return max(permuted(a.real, b.real), permuted(a.imag, b.imag))
     return relative_error(a.flatten().sort().values, b.flatten().sort().values)
 
 

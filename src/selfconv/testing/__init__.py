@@ -33,9 +33,9 @@ from selfconv.testing.errors import (
     equivariance_error,
     relative_error,
     resampling_error,
-    shift_error,
     through_mask,
 )
+from selfconv.testing.interiors import shift_error
 from selfconv.testing.kinds import FeaturesOn, Kind, transform
 from selfconv.testing.layer_runs import run_observed
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from selfconv.groups import Z2, Group, get_group
 from selfconv.ops import is_whole
 from selfconv.testing.between import between_error, smooth_input
-from selfconv.testing.checks import check_between, check_inputs, check_output, check_tolerance
+from selfconv.testing.checks import check_between, check_inputs, check_model, check_output, checked_tolerance
 from selfconv.testing.errors import default_tolerance, largest
 from selfconv.testing.judging import Excess, Judge, judged, output_error, turned
 from selfconv.testing.kinds import FeaturesOn, Kind, check_kinds, is_sequence
@@ -210,17 +210,20 @@ def audit(
         ValueError: also where nothing would be compared: no element changes an image of this size, nothing
             can be shifted, or the output is empty or, like all features, does not depend on the image.
     """
-    check_tolerance("tolerance", tolerance)
-    check_tolerance("between", between)
+    check_model(model)
+    tolerance = checked_tolerance("tolerance", tolerance)
+    between = None if between is None else checked_tolerance("between", between)
     if not is_whole(input_size) or input_size < 1:
         raise ValueError(f"input_size: expected a positive number of pixels; got {input_size!r}")
     group = default_group(model) if group is None else get_group(group)
+    if isinstance(inputs, list | tuple) and not inputs:
+        raise ValueError(f"inputs: expected one kind or more; got {inputs!r}")
     of_input = check_kinds("inputs", inputs, len(inputs) if isinstance(inputs, list | tuple) else 1)
     sequences = any(map(is_sequence, of_input))
     if sequences and not all(is_sequence(kind) or kind == "invariant" for kind in of_input):
         raise ValueError(f"inputs: expected maps or sequences, not both; got {inputs!r}")
     given = default_channels(model) if in_channels is None else in_channels
-    channels = [given] * len(of_input) if isinstance(given, int) else list(given)
+    channels: list[Any] = list(given) if isinstance(given, list | tuple) else [given] * len(of_input)
     if len(channels) != len(of_input):
         raise ValueError(f"in_channels: expected {len(of_input)} numbers for inputs={inputs}; got {given}")
     if not all(is_whole(c) and c >= 1 for c in channels):

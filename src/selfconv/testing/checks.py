@@ -1,4 +1,5 @@
-"""Refuses measurements in which nothing would be compared: their errors of 0 would say nothing."""
+"""Refuses arguments that cannot be measured, and measurements in which nothing would be compared: their
+errors of 0 would say nothing."""
 
 from __future__ import annotations
 
@@ -6,12 +7,14 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from selfconv.groups import Group
-from selfconv.testing.kinds import Kind, default_kind
-from selfconv.testing.leaves import flatten, judgeable, same
+from selfconv.ops import is_whole
+from selfconv.testing.kinds import Kind, as_tuple, default_kind
+from selfconv.testing.leaves import outputs_of, same
 
 OTHERS = 8  # inputs for which an output is the same before it counts as constant
 
@@ -24,11 +27,85 @@ def check_group(group: Group) -> None:
         )
 
 
-def check_tolerance(name: str, tolerance: float | None) -> None:
-    if tolerance is None:
-        return
-    if not isinstance(tolerance, int | float) or not 0 <= tolerance < math.inf:
+def checked_tolerance(name: str, tolerance: Any) -> float:
+    """A number of Python, of NumPy or in a tensor, as one of Python."""
+    number = tolerance
+    if isinstance(tolerance, Tensor | np.generic) and tolerance.ndim == 0:
+        number = tolerance.item()
+    real = isinstance(number, int | float) and not isinstance(number, bool)
+    if not real or not 0 <= number < math.inf:
         raise ValueError(f"{name}: expected a finite number of 0 or more; got {tolerance!r}")
+    return number if number is tolerance else float(number)
+
+
+def check_whole(name: str, number: object) -> None:
+    if not is_whole(number) or number < 1:  # type: ignore[operator]
+        raise ValueError(f"{name}: expected an integer ≥ 1; got {number!r}")
+
+
+def check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model: expected an nn.Module; got {_what(model)}")
+    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        raise ValueError("model: expected parameters with values; got some on the meta device")
+
+
+def check_module(module: object) -> None:
+    if not callable(module) or isinstance(module, type):
+        raise ValueError(f"module: expected a function or an nn.Module; got {_what(module)}")
+
+
+def checked_tensors(x: object) -> tuple[Tensor, ...]:
+    """The tensor or the tensors that a caller gave."""
+    given = as_tuple(x)
+    for t in given:
+        if not isinstance(t, Tensor):
+            inside = " in it" if t is not x else ""
+            raise ValueError(f"x: expected a tensor or a tuple of tensors; got {_what(t)}{inside}")
+    if not given:
+        raise ValueError(f"x: expected a tensor or a tuple of tensors; got {x!r}")
+    check_values(given)
+    return given
+
+
+def check_values(tensors: Sequence[Tensor]) -> None:
+    if any(t.is_meta for t in tensors):
+        raise ValueError("x: expected tensors with values; got one on the meta device")
+
+
+def _what(given: object) -> str:
+    """A value of a few characters, or else what it is."""
+    if isinstance(given, type):
+        return f"the class {given.__name__}"
+    if given is None or isinstance(given, bool | int | float | str):
+        return repr(given)[:40]
+    return type(given).__name__
+
+
+def check_map(x: object, axes: int) -> Tensor:
+    """Features to shift."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"x: expected a tensor; got {_what(x)}")
+    check_values([x])
+    if x.dim() < 2 + axes:
+        raise ValueError(f"x: expected rank {2 + axes} or more for axes={axes}; got shape {shapes_of([x])}")
+    if not x.is_floating_point():
+        raise ValueError(f"x: expected floating-point numbers; got {x.dtype}")
+    if not x.numel():
+        raise ValueError(f"x: expected one entry or more; got shape {shapes_of([x])}")
+    return x
+
+
+def check_mapped(y: object, axes: int) -> Tensor:
+    """What a module returns for them."""
+    if not isinstance(y, Tensor):
+        raise ValueError(f"expected a module that returns one tensor; got {_what(y)}")
+    if y.dim() < 1 + axes:
+        raise ValueError(
+            f"expected an output of rank {1 + axes} or more for axes={axes}; got shape {shapes_of([y])}"
+        )
+    check_output([y])
+    return y
 
 
 def check_between(group: Group, between: float | None, error: float | None) -> None:
@@ -94,7 +171,7 @@ def check_dependent(
         factor = 2.0**i if i else 0.5  # large values change labels too, in spite of biases
         try:
             others = [other(x, kind, factor) for x, kind in zip(inputs, kinds, strict=True)]
-            found = judgeable(flatten(module(*others))[0])
+            found = outputs_of(module, others)
         except Exception:  # a module may take no other values: then nobody can say
             return
         if not same(found, output):

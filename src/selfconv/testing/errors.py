@@ -16,15 +16,16 @@ from selfconv.testing.checks import (
     check_dependent,
     check_group,
     check_inputs,
+    check_module,
     check_moved,
     check_output,
-    check_tolerance,
+    checked_tensors,
+    checked_tolerance,
     shapes_of,
 )
-from selfconv.testing.kinds import Kind, as_tuple, check_kinds, default_kind, is_sequence, transform
-from selfconv.testing.leaves import as_tensor, flatten, judgeable, output_kinds, same
+from selfconv.testing.kinds import Kind, check_kinds, default_kind, is_sequence, transform
+from selfconv.testing.leaves import as_tensor, output_kinds, outputs_of, same
 from selfconv.testing.waves import Waves
-from selfconv.testing.windows import largest_dilation
 
 Function = Callable[[Tensor], Tensor]
 
@@ -54,13 +55,14 @@ def equivariance_error(
             decides; outputs for sequences of rank 3 and 4 are sequences too. An input has to transform.
     """
     group = get_group(group)
-    given = as_tuple(x)
+    check_module(module)
+    given = checked_tensors(x)
     of_input = check_kinds("inputs", inputs, len(given))
     check_group(group)
     check_inputs(of_input, given, group)
     masked = tuple(map(through_mask, given, of_input)) if group.band_limited else given
     seen = {True: given, False: masked}  # by whether an element is exact
-    y = {exact: judgeable(flatten(module(*seen[exact]))[0]) for exact in {*group.exact}}
+    y = {exact: outputs_of(module, seen[exact]) for exact in {*group.exact}}
     check_output(y[True])
     sequences = any(map(is_sequence, of_input))
     of_output = [
@@ -73,7 +75,7 @@ def equivariance_error(
     def error(s: int, exact: bool) -> float:
         nonlocal moved, changed
         turned = [transform(t, s, group, kind) for t, kind in zip(seen[exact], of_input, strict=True)]
-        found = judgeable(flatten(module(*turned))[0])
+        found = outputs_of(module, turned)
         changed |= not same(found, y[exact])
         if len(found) != len(of_output):
             return math.inf
@@ -149,54 +151,6 @@ def centre_error(
     return [deviation_error(centre(s), upright) for s in group]
 
 
-@torch.no_grad()
-def shift_error(
-    module: Function,
-    x: Tensor,
-    shift: int = 1,
-    stride: int = 1,
-    frame: int | None = None,
-    *,
-    axes: int = 2,
-) -> float | None:
-    """The error when x is shifted by ``shift`` cells down and right, for outputs independent of the border.
-
-    Zero padding makes the border different from the interior, so only outputs that do not depend on it are
-    compared. They are found by changing the border and observing which outputs change, and with a border of
-    NaN, which also reaches outputs that depend on the border too weakly to change (a saturated softmax). None
-    if there is no such output, for example if the receptive field covers the whole map.
-
-    Args:
-        shift: a multiple of ``stride``.
-        stride: the downsampling factor of the module.
-        frame: how many rows and columns at the border are changed. A window that reaches over the border must
-            meet them, so it has to be as large as the largest dilation, on maps that were downsampled times
-            the stride. By default that of the module's layers.
-        axes: the number of trailing spatial axes: 2 of maps, 1 of sequences, which shift to the right.
-    """
-    if shift % stride or shift < 1:
-        raise ValueError(f"shift: expected a positive multiple of stride={stride}; got {shift}")
-    if frame is None:
-        frame = stride * largest_dilation(module)
-    if not x.numel():
-        raise ValueError(f"x: expected one entry or more; got shape {shapes_of([x])}")
-    y = module(x)
-    check_output([y])
-    places, moves = tuple(range(-axes, 0)), (shift,) * axes
-    border = torch.ones_like(x[0, 0], dtype=torch.bool)
-    inner: list[Any] = [slice(frame, max(frame, n - frame - shift)) for n in x.shape[-axes:]]
-    border[(..., *inner)] = False
-    interior = torch.ones(y.shape[-axes:], dtype=torch.bool, device=y.device)
-    for disturbed in (torch.where(border, x + 1, x), x.masked_fill(border, math.nan)):
-        interior &= (module(disturbed) == y).flatten(0, -axes - 1).all(0)  # [h, w] or [L]
-        if not interior.any():  # before NaN comes near the statistics of a batch norm in training
-            return None
-    fewer = (shift // stride,) * axes
-    moved, expected = module(x.roll(moves, places)), y.roll(fewer, places)
-    interior = interior.roll(fewer, places)
-    return relative_error(moved[..., interior], expected[..., interior])
-
-
 def assert_equivariant(
     module: Callable[..., Any],
     x: Tensor | Sequence[Tensor],
@@ -218,9 +172,10 @@ def assert_equivariant(
         inputs, outputs: what each tensor is, as for ``equivariance_error``.
     """
     group = get_group(group)
-    check_tolerance("tolerance", tolerance)
-    check_tolerance("between", between)
-    tolerance = default_tolerance(as_tuple(x)[0].dtype) if tolerance is None else tolerance
+    check_module(module)
+    dtype = checked_tensors(x)[0].dtype
+    tolerance = default_tolerance(dtype) if tolerance is None else checked_tolerance("tolerance", tolerance)
+    between = None if between is None else checked_tolerance("between", between)
     errors = equivariance_error(module, x, group, inputs=inputs, outputs=outputs)
     check_between(group, between, largest(errors))
     limits = [tolerance if exact else math.inf if between is None else between for exact in group.exact]

@@ -29,7 +29,7 @@ from selfconv.testing.layer_runs import (
 )
 from selfconv.testing.leaves import as_tensor, judgeable, output_kinds
 from selfconv.testing.rounding import EXACT, MARGIN, coarsest, explore, rounding_effect
-from selfconv.testing.shifts import ShiftReport, ShiftTest, permuted
+from selfconv.testing.shifts import ShiftReport, permuted, tested_shifts
 from selfconv.testing.windows import sampling
 
 BETWEEN = "its input does not transform with the image: code between the layers breaks equivariance"
@@ -256,7 +256,7 @@ def judged(
         judge.judge_output(run_observed(model, turned(x, s, group, inputs), judge.start(s)), y, kinds)
     moving = [kind != "invariant" and t.dim() > actions.axes for t, kind in zip(x, inputs, strict=True)]
     first = FirstRun(model, x, moving, calls, y, kinds, actions.axes)
-    judge.conclude(ShiftTest(first, judge.limit).run())
+    judge.conclude(tested_shifts(first, judge.limit))
     return judge, y, kinds
 
 

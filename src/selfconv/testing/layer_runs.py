@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from selfconv.nn import SqueezeExcite
 from selfconv.testing.kinds import Kind, as_tuple
-from selfconv.testing.leaves import Nesting, as_tensor, flatten
+from selfconv.testing.leaves import Nesting, as_tensor, flatten, own
 
 Images = tuple[Tensor, ...]  # what a model takes
 Key = tuple[str, int]  # a layer, and how often it was called before
@@ -54,7 +54,7 @@ class LayerCall:
     def run(self, changed: dict[int, Tensor]) -> list[Any]:
         """The layer's outputs, flat, for its arguments of the first run except for some tensors."""
         leaves = [changed.get(i, leaf) for i, leaf in enumerate(self.leaves["input"])]
-        args, kwargs = self.nesting.nested([t.clone() if isinstance(t, Tensor) else t for t in leaves])
+        args, kwargs = self.nesting.nested(own(leaves))
         return flatten(self.module(*args, **kwargs))[0]
 
 
@@ -124,7 +124,7 @@ def run_observed(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about sizes: what an audit finds out by itself
-            return flatten(model(*as_tuple(x)))[0]
+            return flatten(model(*own(as_tuple(x))))[0]
     finally:
         for handle in handles:
             handle.remove()
@@ -142,7 +142,7 @@ def record(model: nn.Module, x: Images) -> tuple[dict[Key, LayerCall], list[Any]
 
     def observe(key: Key, module: nn.Module, stage: Stage, leaves: list[Any], nesting: Nesting) -> None:
         # copies: a later layer may work in place
-        kept = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        kept = own(leaves)
         types = {i: field.type for i, field in nesting.fields.items()}
         if stage == "output":
             calls[key].leaves["output"], calls[key].types["output"] = kept, types
@@ -166,12 +166,13 @@ def replacing(calls: dict[Key, LayerCall], replace: Replace) -> Observer:
         if key not in calls or len(calls[key].leaves[stage]) != len(leaves):
             return None  # the network goes another way with this image
         replaced = replace(key, stage, leaves)
-        if stage == "output":
-            return _returned(leaves, replaced, inputs.pop(key, []))
+        # copies: code after a layer may work in place, and the first run's features are used again
         passed = [
             new.clone() if isinstance(new, Tensor) and new is not leaf else new
             for new, leaf in zip(replaced, leaves, strict=True)
         ]
+        if stage == "output":
+            return _returned(leaves, passed, inputs.pop(key, []))
         inputs[key] = list(zip(leaves, replaced, passed, strict=True))
         return passed
 

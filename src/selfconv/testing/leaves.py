@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,16 @@ def _is_field(leaf: Any) -> bool:
     """By its attributes: escnn need not be installed."""
     has_type = hasattr(getattr(leaf, "type", None), "representations")
     return has_type and isinstance(getattr(leaf, "tensor", None), Tensor)
+
+
+def own(inputs: Sequence[Any]) -> list[Any]:
+    """Copies of a module's inputs, for one run: it may work in place."""
+    return [x.clone() if isinstance(x, Tensor) else x for x in inputs]
+
+
+def outputs_of(module: Callable[..., Any], inputs: Sequence[Any]) -> list[Any]:
+    """What a module returns, as ``judgeable`` says; its inputs stay as they are."""
+    return judgeable(flatten(module(*own(inputs)))[0])
 
 
 def judgeable(leaves: Sequence[Any]) -> list[Any]:

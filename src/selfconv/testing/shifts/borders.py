@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from selfconv.testing.errors import largest, shift_error
+from selfconv.testing.errors import Function, largest
+from selfconv.testing.interiors import interior_error as shifted_error
 from selfconv.testing.layer_runs import (
     END,
     Key,
@@ -21,10 +22,10 @@ from selfconv.testing.layer_runs import (
 )
 from selfconv.testing.leaves import as_tensor, judgeable
 from selfconv.testing.shifts.motion import GIVEN, Motion
-from selfconv.testing.shifts.moves import tiled
+from selfconv.testing.shifts.moves import ROOM, Steps, tiled
+from selfconv.testing.shifts.objects import Objects
 from selfconv.testing.windows import largest_dilation, sampling
 
-ROOM = 2  # the assumed radius, in cells, of windows of functions outside any layer
 SIDE = 20  # of a map with room for a layer's window
 
 Change = Callable[[Place, Tensor], Tensor]
@@ -59,21 +60,47 @@ def _interior_error(motion: Motion, key: Key, copies: Callable[[Tensor], int]) -
     given, outputs = call.only_input(), call.tensors("output")
     if given is None or not outputs or not all(t.numel() for t in (given[1], *outputs.values())):
         return None
-    (at, x), rule = given, sampling(call.module)
-    stride = rule[1] if rule else 1
+    at, x = given
     if x.dim() < 2 + axes or not _places_last(motion, (key, "input", at), x):
         return None
-    if any(y.dim() < 2 + axes or x.shape[-1] < stride * y.shape[-1] for y in outputs.values()):
+    if any(y.dim() < 2 + axes for y in outputs.values()):
         return None
     x = tiled(x, motion.last_axes(x), copies(x))
-    if min(x.shape[-axes:]) < 2 * stride + 2:
-        return None
-    frame = largest_dilation(call.module)
     errors = [
-        shift_error(lambda t, i=i: call.run({at: t})[i], x, stride, stride, frame=frame, axes=axes)  # type: ignore[misc]
+        _least_error(lambda t, i=i: call.run({at: t})[i], x, call.module, motion, (key, "output", i))  # type: ignore[misc]
         for i in outputs
     ]
     return None if None in errors else largest(e for e in errors if e is not None)
+
+
+def _least_error(
+    function: Function, x: Tensor, module: nn.Module, motion: Motion, place: Place
+) -> float | None:
+    """For the ratio of cells that fits best; None if nothing can be compared, or if all fail and the sizes
+    leave others possible."""
+    axes, frame = motion.first.axes, largest_dilation(module)
+    n, m = x.shape[-1], function(x).shape[-1]
+    rule = sampling(module) if m < n else None  # attention weights are at every place, before a layer pools
+    ratios = [(rule[1], 1)] if rule else _ratios(n, m)
+    errors = []
+    for a, b in ratios:
+        given, moved = a * motion.multiple, b * motion.multiple
+        if min(x.shape[-axes:]) >= 2 * given + 2:
+            error = shifted_error(function, x, given, moved, frame if rule else frame * a, axes)
+            errors += [] if error is None else [error]
+    fitting = [error for error in errors if error <= motion.limit(*place)]
+    if fitting:
+        return min(fitting)
+    known = rule or n % m == 0 or m % n == 0
+    return errors[0] if errors and known and len(errors) == len(ratios) else None
+
+
+def _ratios(n: int, m: int) -> list[tuple[int, int]]:
+    """By how many cells a map of n a side may have to move for one of m to move, and that by how many; the
+    rest of the sides may be windows and padding. The likely first."""
+    if m >= n:
+        return list(dict.fromkeys([(1, max(1, round(m / n))), (1, 1)]))
+    return list(dict.fromkeys([(max(1, round(n / m)), 1), (n // m, 1), (-(-n // m), 1), (1, 1)]))
 
 
 def _places_last(motion: Motion, place: Place, x: Tensor) -> bool:
@@ -95,13 +122,15 @@ def _centre_error(motion: Motion, key: Key) -> float | None:
     larger = {i: tiled(inputs[i], move.axes, copies) for i, move in moves.items()}
     fixed_size = not _runs(lambda: call.run(larger))
     given = {i: inputs[i] for i in moves} if fixed_size else larger
-    alone = {i: move.centre(given[i]) for i, move in moves.items()}
-    before, after = call.run(alone), call.run({i: move(alone[i]) for i, move in moves.items()})
-    pairs = enumerate(zip(after, before, strict=True)) if len(after) == len(before) else ()
-    errors = [motion.least_error((key, "output", i), a, b) for i, (a, b) in pairs if isinstance(a, Tensor)]
-    error = largest(errors) if errors else math.inf
     near = not fixed_size or min(move.room(given[i]) for i, move in moves.items()) < ROOM
-    return None if near and not error <= motion.limit(key, "output", None) else error
+
+    def run(steps: Steps | None) -> dict[Place, Tensor]:
+        leaves = call.run({i: move.object(given[i], steps) for i, move in moves.items()})
+        return {(key, "output", i): leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+
+    objects = Objects(motion, [(move, given[i]) for i, move in moves.items()], run)
+    errors = [objects.error((key, "output", i), unclear=near) for i in call.tensors("output")]
+    return None if None in errors else largest([e for e in errors if e is not None] or [math.inf])
 
 
 def _runs(function: Callable[[], Any]) -> bool:
@@ -128,8 +157,11 @@ def errors_between(motion: Motion, inexact: dict[Place, Tensor]) -> dict[Place, 
         _replay(motion, lambda place, t: torch.where(motion.border(place, t, dilation), t + 1, t)),
         _replay(motion, lambda place, t: t.masked_fill(motion.border(place, t, dilation), math.nan)),
     ]
-    centre = _replay(motion, motion.centred)
-    moved = _replay(motion, lambda place, t: motion.moved(place, motion.centred(place, t)))
+    objects = Objects(
+        motion,
+        motion.maps(),
+        lambda steps: _replay(motion, lambda place, t: motion.object(place, t, steps)),
+    )
     larger = tuple(
         tiled(t, motion.last_axes(t), 2) if moves else t
         for t, moves in zip(first.x, first.moving, strict=True)
@@ -140,11 +172,7 @@ def errors_between(motion: Motion, inexact: dict[Place, Tensor]) -> dict[Place, 
         inside = motion.error_inside(place, after, disturbed)
         if inside is not None:
             return inside
-        found = math.inf
-        if place in centre and place in moved:
-            found = motion.least_error(place, moved[place], centre[place])
-        unclear = any_size or motion.room(place) < ROOM
-        return None if unclear and not found <= motion.limit(*place) else found
+        return objects.error(place, unclear=any_size or motion.room(place) < ROOM)
 
     return {place: error(place, after) for place, after in inexact.items()}
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 from selfconv.testing.errors import relative_error
 from selfconv.testing.layer_runs import END, FirstRun, Key, Place, Stage
-from selfconv.testing.shifts.moves import STILL, Move, permuted, typical_error
+from selfconv.testing.leaves import as_tensor
+from selfconv.testing.shifts.moves import STILL, Move, Steps, permuted, typical_error
 from selfconv.testing.windows import sampling
 
 GIVEN: Key = ("the model's input", 0)
@@ -23,12 +24,13 @@ class Motion:
 
     Args:
         limit: the largest error of a tensor that counts as rounding.
+        multiple: of the least shift that is a whole number of cells on every map, by which it is shifted.
     """
 
-    def __init__(self, first: FirstRun, limit: Limit) -> None:
-        self.first, self.limit = first, limit
+    def __init__(self, first: FirstRun, limit: Limit, multiple: int = 1) -> None:
+        self.first, self.limit, self.multiple = first, limit, multiple
         self.side = next(t.shape[-1] for t, moves in zip(first.x, first.moving, strict=True) if moves)
-        self.shift = self._total_stride()
+        self.shift = multiple * self._total_stride()
         self.moves: dict[Place, Move | None] = {}  # how each tensor of the first run moves; None: rearranged
         for i, (t, moves) in enumerate(zip(first.x, first.moving, strict=True)):
             self.moves[GIVEN, "input", i] = Move(self.last_axes(t), self.shift) if moves else STILL
@@ -40,8 +42,8 @@ class Motion:
     def _total_stride(self) -> int:
         """A shift that is a whole number of cells on every map of the network."""
         steps = {1}
-        for rule in filter(None, (sampling(call.module) for call in self.first.calls.values())):
-            steps |= {step * rule[1] for step in steps if step * rule[1] <= self.side}
+        for factor in self._factors():
+            steps |= {step * factor for step in steps if step * factor <= self.side}
         total = 1
         for n in self._sides():
             if 1 < n < self.side:
@@ -49,13 +51,29 @@ class Motion:
                 total = math.lcm(total, self.side // n if self.side % n == 0 else near)
         return total
 
+    def _factors(self) -> Iterator[int]:
+        """By which maps become smaller, one after the other: as layers say, or else by their sizes."""
+        last = self.side
+        for call in self.first.calls.values():
+            rule = sampling(call.module)
+            for stage in ("input", "output"):
+                for n in self._sides_of(call.tensors(stage).values()):
+                    known = rule[1] if rule and stage == "output" else None
+                    yield known or max(1, round(last / n))
+                    last = n
+        for n in self._sides_of(map(as_tensor, self.first.output)):
+            yield max(1, round(last / n))
+
     def _sides(self) -> Iterator[int]:
         """Of all square maps, or sequences, in the network."""
-        axes = self.first.axes
         for call in self.first.calls.values():
-            for t in (*call.tensors("input").values(), *call.tensors("output").values()):
-                if t.dim() >= 2 + axes and len({*t.shape[-axes:]}) == 1:
-                    yield t.shape[-1]
+            yield from self._sides_of((*call.tensors("input").values(), *call.tensors("output").values()))
+        yield from self._sides_of(map(as_tensor, self.first.output))
+
+    def _sides_of(self, tensors: Iterable[Tensor]) -> list[int]:
+        axes = self.first.axes
+        maps = (t for t in tensors if t.dim() >= 2 + axes and len({*t.shape[-axes:]}) == 1)
+        return [t.shape[-1] for t in maps if t.numel()]
 
     def candidates(self, place: Place) -> list[Move]:
         """How a tensor may move, the usual first; an output as its kind says."""
@@ -96,11 +114,11 @@ class Motion:
                 return move, error
         if after.shape != before.shape:
             return moves[0], math.inf
+        typical = [move for move in moves if move.axes and typical_error(after, move(before)) <= limit]
         rearranged = permuted(after, before)
-        if rearranged <= limit:
+        if not typical and rearranged <= limit:
             return None, rearranged
         # the border may reach everywhere: then the usual
-        typical = [move for move in moves if move.axes and typical_error(after, move(before)) <= limit]
         best = moves.index(typical[0] if typical else moves[0])
         return moves[best], errors[best]
 
@@ -110,10 +128,16 @@ class Motion:
         move = self.moves.get(place)
         return t if move is None else move(t)
 
-    def centred(self, place: Place, t: Tensor) -> Tensor:
-        """One cell in zeros, if it moves."""
+    def object(self, place: Place, t: Tensor, steps: Steps | None) -> Tensor:
+        """One cell in zeros, or none, if the tensor moves."""
         move = self.moves.get(place)
-        return move.centre(t) if move and move.axes else t
+        return move.object(t, steps) if move and move.axes else t
+
+    def maps(self) -> list[tuple[Move, Tensor]]:
+        """All tensors that move, the input's among them."""
+        given: list[tuple[Place, Tensor]] = [((GIVEN, "input", i), t) for i, t in enumerate(self.first.x)]
+        found = [*given, *((p, self.first.tensor(p)) for p in self.moves if p[0] != GIVEN)]
+        return [(move, t) for p, t in found if (move := self.moves.get(p)) and move.axes]
 
     def border(self, place: Place, t: Tensor, dilation: int) -> Tensor:
         move = self.moves.get(place)
@@ -135,13 +159,6 @@ class Motion:
         """Of a tensor in a run on the shifted input, for the move that was noted."""
         before, move = self.first.tensor(place), self.moves[place]
         return permuted(after, before) if move is None else relative_error(after, move(before))
-
-    def least_error(self, place: Place, after: Tensor, before: Tensor) -> float:
-        """For the move that fits best; what is not a number in both is no difference."""
-        if after.shape != before.shape or after.dim() != self.first.tensor(place).dim():
-            return math.inf
-        after, before = after.nan_to_num(nan=0.0), before.nan_to_num(nan=0.0)
-        return min(relative_error(after, move(before)) for move in self.candidates(place))
 
     def error_inside(self, place: Place, after: Tensor, disturbed: list[dict[Place, Tensor]]) -> float | None:
         """At the places that do not depend on the border: those that are the same in runs that change it."""

@@ -10,6 +10,10 @@ from torch import Tensor
 
 from selfconv.testing.errors import relative_error
 
+Steps = tuple[int, ...]  # how often a shift is repeated along each axis
+
+ROOM = 2  # the assumed radius, in cells, of windows of functions outside any layer
+
 
 @dataclass(frozen=True)
 class Move:
@@ -21,14 +25,31 @@ class Move:
     def __call__(self, x: Tensor) -> Tensor:
         return x.roll((self.cells,) * len(self.axes), self.axes) if self.axes else x
 
-    def centre(self, x: Tensor) -> Tensor:
-        """One cell of x in zeros, near the centre before the move and after it."""
-        chosen: list[Any] = [slice(None)] * x.dim()
-        for axis, cell in zip(self.axes, self._centre(x), strict=True):
-            chosen[axis] = cell
+    def by(self, x: Tensor, steps: Steps) -> Tensor:
+        """Shifted several times, along each axis by itself."""
+        return x.roll(tuple(self.cells * step for step in steps), self.axes) if self.axes else x
+
+    def object(self, x: Tensor, steps: Steps | None) -> Tensor:
+        """One cell of x in zeros: that near the centre, moved by some steps. Zeros alone for None."""
         alone = torch.zeros_like(x)
-        alone[tuple(chosen)] = x[tuple(chosen)]
-        return alone
+        if steps is not None:
+            chosen: list[Any] = [slice(None)] * x.dim()
+            for axis, cell in zip(self.axes, self._centre(x), strict=True):
+                chosen[axis] = cell
+            alone[tuple(chosen)] = x[tuple(chosen)]
+        return alone if steps is None else self.by(alone, steps)
+
+    def bounds(self, x: Tensor, *, far: bool) -> list[tuple[int, int]]:
+        """The least and the largest step along each axis that keeps the object from the border: by a quarter
+        of the map, or ``far`` from the centre by the window that is assumed of functions."""
+        found = []
+        for axis, at in zip(self.axes, self._centre(x), strict=True):
+            n = x.shape[axis]
+            margin = max(0, min(ROOM, (n - 1 - self.cells) // 2))
+            margin = margin if far else max(margin, n // 4)
+            last = (n - 1 - margin - at) // self.cells
+            found.append((-(max(0, at - margin) // self.cells), max(1, last)))
+        return found
 
     def _centre(self, x: Tensor) -> list[int]:
         """Avoids cells that the shift maps to their mirror image, where a symmetric fault does not show."""
@@ -56,7 +77,9 @@ STILL = Move()
 
 
 def permuted(a: Tensor, b: Tensor) -> float:
-    """The error of a as a rearrangement of the numbers in b."""
+    """The error of a as a rearrangement of the numbers in b; of complex ones, part by part."""
+    if a.is_complex() and b.is_complex():
+        return max(permuted(a.real, b.real), permuted(a.imag, b.imag))
     return relative_error(a.flatten().sort().values, b.flatten().sort().values)
 
 

@@ -1,0 +1,111 @@
+"""The error under shifts, at the outputs that do not depend on the border."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selfconv.ops import is_whole
+from selfconv.testing.checks import (
+    check_dependent,
+    check_map,
+    check_mapped,
+    check_module,
+    check_whole,
+    shapes_of,
+)
+from selfconv.testing.errors import Function, relative_error
+from selfconv.testing.windows import largest_dilation
+
+
+@torch.no_grad()
+def shift_error(
+    module: Function,
+    x: Tensor,
+    shift: int = 1,
+    stride: int = 1,
+    frame: int | None = None,
+    *,
+    axes: int = 2,
+) -> float | None:
+    """The error when x is shifted by ``shift`` cells down and right, for outputs independent of the border.
+
+    Padding makes the border different from the interior, so only outputs that do not depend on it are
+    compared. They are found by changing the border and observing which outputs change, and with a border of
+    NaN, which also reaches outputs that depend on the border too weakly to change (a saturated softmax).
+    Outputs outside of those that change, such as padding, are part of the border. None if no output is left,
+    for example if the receptive field covers the whole map.
+
+    Args:
+        shift: a multiple of ``stride``.
+        stride: the downsampling factor of the module.
+        frame: how many rows and columns at the border are changed. A window that reaches over the border must
+            meet them, so it has to be as large as the largest dilation, on maps that were downsampled times
+            the stride. By default that of the module's layers.
+        axes: the number of trailing spatial axes: 2 of maps, 1 of sequences, which shift to the right.
+
+    Raises:
+        ValueError: also where nothing would be compared: the shift does not change x, or the output does not
+            depend on it.
+    """
+    check_module(module)
+    if not is_whole(axes) or axes not in (1, 2):
+        raise ValueError(f"axes: expected 1 or 2; got {axes!r}")
+    x = check_map(x, axes)
+    check_whole("stride", stride)
+    if not is_whole(shift) or shift % stride or shift < 1:
+        raise ValueError(f"shift: expected a positive multiple of stride={stride}; got {shift!r}")
+    if shift >= min(x.shape[-axes:]):
+        raise ValueError(
+            f"shift: expected less than the least side of x, {min(x.shape[-axes:])}; got {shift}"
+        )
+    frame = stride * largest_dilation(module) if frame is None else frame
+    check_whole("frame", frame)
+    y = check_mapped(module(x.clone()), axes)
+    if bool(y.isnan().any()):
+        return math.nan
+    if torch.equal(x, x.roll((shift,) * axes, tuple(range(-axes, 0)))):
+        raise ValueError(f"x: expected values that the shift changes; got shape {shapes_of([x])}")
+    error = interior_error(module, x, shift, shift // stride, frame, axes)
+    if not error:
+        check_dependent(module, [x], [None], [y])
+    return error
+
+
+def interior_error(
+    module: Function, x: Tensor, given: int, moved: int, frame: int, axes: int
+) -> float | None:
+    """The error at the outputs that do not depend on the border; None if there are none.
+
+    Args:
+        given, moved: by how many cells x is shifted, and its output should be.
+    """
+    y = module(x.clone())
+    places = tuple(range(-axes, 0))
+    border = torch.ones_like(x[0, 0], dtype=torch.bool)
+    inner: list[Any] = [slice(frame, max(frame, n - frame - given)) for n in x.shape[-axes:]]
+    border[(..., *inner)] = False
+    interior = torch.ones(y.shape[-axes:], dtype=torch.bool, device=y.device)
+    for disturbed in (torch.where(border, x + 1, x), x.masked_fill(border, math.nan)):
+        interior &= (module(disturbed) == y).flatten(0, -axes - 1).all(0)  # [h, w] or [L]
+        if not interior.any():  # before NaN comes near the statistics of a batch norm in training
+            return None
+    interior = _enclosed(interior).roll((moved,) * axes, places)
+    for axis in range(axes):
+        interior.narrow(axis, 0, min(moved, interior.shape[axis])).fill_(False)  # came from the other side
+    if not interior.any():
+        return None
+    after, expected = module(x.roll((given,) * axes, places)), y.roll((moved,) * axes, places)
+    after, expected = after[..., interior], expected[..., interior]
+    return relative_error(after, expected) if bool(after.any() or expected.any()) else None
+
+
+def _enclosed(interior: Tensor) -> Tensor:
+    """Without the cells that are farther from the centre than one that the border changes: padding."""
+    for axis, n in enumerate(interior.shape):
+        near, far = (~interior).split((n // 2, n - n // 2), axis)
+        interior = ~torch.cat([near.flip(axis).cumsum(axis).flip(axis), far.cumsum(axis)], axis).bool()
+    return interior

@@ -1,10 +1,12 @@
 """Copies the finished runs of a plan to results/, and their weights to the package:
 
-    python scripts/publish_runs.py runs/cifar10 [--weights]
+    python scripts/publish_runs.py runs/cifar10 [--weights] [--unfinished]
 
 ``results/PLAN`` gets ``plan.json`` and the record, metrics and evaluation of each finished run, which is what
 ``selfconv report`` needs. ``--weights`` also copies the weights of each network's first seed to
 ``models/weights/MODEL.DATA``, with a card that states how they were trained and what they reach.
+``--unfinished`` keeps runs that were interrupted, with their last checkpoints, in ``results/unfinished/PLAN``
+until they are published as finished. On another machine, copied to the plan's folder, they continue.
 """
 
 from __future__ import annotations
@@ -19,30 +21,43 @@ from selfconv._files import read_as, write_json
 from selfconv.models import WEIGHTS, paper_label
 from selfconv.study.plans import PlanFile
 from selfconv.train import Record
+from selfconv.train.checkpoints import checkpoint_files
 from selfconv.trained import Evaluation
 
 RESULTS = Path(__file__).parents[1] / "results"
 FILES = ("record.json", "metrics.jsonl", "evaluation.json")
+NEEDED = ("config.json", "data.json", "metrics.jsonl")  # to continue a run, beside a checkpoint
 
 
-def publish(folder: Path, *, weights: bool) -> list[str]:
+def publish(folder: Path, *, weights: bool, unfinished: bool = False) -> list[str]:
     """Copies what has finished; returns the trials that have not."""
     plan = read_as(PlanFile, folder / "plan.json")
-    out = RESULTS / plan.plan
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(out / "plan.json", asdict(joined(plan, out / "plan.json")))
-    missing = []
+    out, missing = RESULTS / plan.plan, []
     for trial in plan.trials:
-        run = folder / trial.folder
+        run, kept = folder / trial.folder, RESULTS / "unfinished" / plan.plan / trial.folder
         if not all((run / name).exists() for name in FILES):
             missing.append(trial.folder)
+            if unfinished and (run / "checkpoints").is_dir():
+                keep(run, kept)
             continue
+        shutil.rmtree(kept, ignore_errors=True)
         (out / trial.folder).mkdir(parents=True, exist_ok=True)
         for name in FILES:
             shutil.copy(run / name, out / trial.folder)
         if weights and trial.folder.endswith("seed-0"):
             ship(run, WEIGHTS / f"{trial.model}.{plan.data}")
+    if len(missing) < len(plan.trials):
+        write_json(out / "plan.json", asdict(joined(plan, out / "plan.json")))
     return missing
+
+
+def keep(run: Path, out: Path) -> None:
+    """Copies what a run needs to continue."""
+    shutil.rmtree(out, ignore_errors=True)
+    (out / "checkpoints").mkdir(parents=True)
+    for name in NEEDED:
+        shutil.copy(run / name, out)
+    shutil.copy(checkpoint_files(run / "checkpoints")[-1], out / "checkpoints")
 
 
 def joined(plan: PlanFile, published: Path) -> PlanFile:
@@ -107,8 +122,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, help="the folder of a plan, as selfconv reproduce writes it")
     parser.add_argument("--weights", action="store_true", help="also copy the weights to the package")
+    parser.add_argument("--unfinished", action="store_true", help="also keep runs to be continued elsewhere")
     arguments = parser.parse_args()
-    for trial in publish(arguments.folder, weights=arguments.weights):
+    for trial in publish(arguments.folder, weights=arguments.weights, unfinished=arguments.unfinished):
         print(f"not finished: {trial}")
 
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
+import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.made_runs import make_plan, make_run
+from helpers.tiny_runs import same_weights, tiny_config
+
+from selfconv.train import Interrupted, StopSignals, train
+from selfconv.trained import evaluate, open_trained
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "publish_runs.py"
 TRIALS = [
@@ -76,3 +83,30 @@ def test_lines_that_were_trained_one_at_a_time_are_one_plan(
     content = json.loads((tmp_path / "results/cifar10/plan.json").read_text())
     assert [trial["folder"] for trial in content["trials"]] == ["resnet29/seed-0", "resnet29_asc/seed-0"]
     assert content["reduced"] == ["2 of 10 lines", "15 epochs"]
+
+
+def test_unfinished_runs_are_kept_until_they_have_finished(
+    tmp_path: Path, publish: Callable[..., list[str]], data: Path
+) -> None:
+    """What was kept of a run that was stopped continues in another folder and ends with the same bits."""
+    folder = TRIALS[0]["folder"]
+    plan = make_plan(tmp_path / "runs", TRIALS[:1], plan="cifar10")
+    config = tiny_config(data)
+    train(config, tmp_path / "whole", quiet=True)
+    with StopSignals() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)  # the run stops after its first step
+        with pytest.raises(Interrupted):
+            train(config, plan / folder, quiet=True, stop=stop)
+    assert publish(plan, weights=False) == [folder]
+    assert not (tmp_path / "results" / "unfinished").exists()
+    assert publish(plan, weights=False, unfinished=True) == [folder]
+    assert not (tmp_path / "results" / "cifar10").exists()  # nothing to report on
+
+    kept = tmp_path / "results" / "unfinished" / "cifar10" / folder
+    elsewhere = make_plan(tmp_path / "elsewhere", TRIALS[:1], plan="cifar10") / folder
+    shutil.copytree(kept, elsewhere)
+    train(config, elsewhere, resume=True, quiet=True)
+    assert same_weights(elsewhere, tmp_path / "whole")
+    evaluate(open_trained(elsewhere), pictures=False)
+    assert publish(tmp_path / "elsewhere", weights=False) == []
+    assert not kept.exists()

@@ -705,7 +705,8 @@ def test_files_of_earlier_versions(tmp_path: Path) -> None:
     """Records that call the hardware "engine", of which ``results`` has some, and a table "group"."""
     files = sorted((ROOT / "results").rglob("record.json"))
     assert any('"engine"' in file.read_text() for file in files)
-    for folder in (path for path in (ROOT / "results").iterdir() if path.is_dir()):
+    folders = {path for path in (ROOT / "results").iterdir() if path.is_dir()}
+    for folder in folders - {ROOT / "results/unfinished"}:  # plans of which no run has finished
         assert read([folder]).trials
     earlier = tmp_path / "plan.json"
     earlier.write_text((ROOT / "results/demo/plan.json").read_text().replace('"table"', '"group"'))

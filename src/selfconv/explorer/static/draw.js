@@ -34,6 +34,9 @@ export function node(tag, attributes = {}, ...children) {
   return made;
 }
 
+// In main memory: a browser composes every other canvas as a layer of its own, which takes longer than all drawing.
+const drawing = (canvas) => canvas.getContext("2d", {willReadFrequently: true});
+
 function colour(table, share) {
   const x = Math.min(Math.max(share, 0), 1) * (table.length - 1), n = Math.min(Math.floor(x), table.length - 2);
   return table[n].map((c, i) => Math.round(c + (x - n) * (table[n + 1][i] - c)));
@@ -48,7 +51,7 @@ export function picture(array, limit, positive, label) {
   const canvas = node("canvas", {role: "img", "aria-label": label, title: label});
   canvas.width = columns * (w + 1) - 1;
   canvas.height = rows * (h + 1) - 1;
-  const context = canvas.getContext("2d"), image = context.createImageData(canvas.width, canvas.height);
+  const context = drawing(canvas), image = context.createImageData(canvas.width, canvas.height);
   values.forEach((value, n) => {
     const which = Math.floor(n / (h * w)), i = Math.floor((n % (h * w)) / w), j = n % w;
     const row = Math.floor(which / columns) * (h + 1) + i, column = (which % columns) * (w + 1) + j;
@@ -63,7 +66,7 @@ export function picture(array, limit, positive, label) {
 export function photo(canvas, text, channels) {
   const data = bytes(text), area = data.length / channels, size = Math.sqrt(area);
   canvas.width = canvas.height = size;
-  const context = canvas.getContext("2d", {willReadFrequently: true}), image = context.createImageData(size, size);
+  const context = drawing(canvas), image = context.createImageData(size, size);
   for (let n = 0; n < area; n++) {
     const rgb = [0, 1, 2].map((c) => data[(channels >= 3 ? c : 0) * area + n]);
     image.data.set([...rgb, 255], 4 * n);
@@ -74,13 +77,13 @@ export function photo(canvas, text, channels) {
 
 // Pixel by pixel: a filter of the context takes longer than everything else on the page.
 function paleGrey(background) {
-  const {width, height} = background, image = background.getContext("2d").getImageData(0, 0, width, height);
+  const {width, height} = background, image = drawing(background).getImageData(0, 0, width, height);
   for (let n = 0; n < image.data.length; n += 4) {
     const [red, green, blue] = image.data.subarray(n, n + 3);
     image.data.fill(102 + 0.6 * (0.3 * red + 0.59 * green + 0.11 * blue), n, n + 3);
   }
   const canvas = node("canvas", {width, height});
-  canvas.getContext("2d").putImageData(image, 0, 0);
+  drawing(canvas).putImageData(image, 0, 0);
   return canvas;
 }
 
@@ -88,7 +91,7 @@ function paleGrey(background) {
 export function overlay(background, map, limit, label) {
   const side = 240, canvas = node("canvas", {role: "img", "aria-label": label, title: label});
   canvas.width = canvas.height = side;
-  const context = canvas.getContext("2d"), [rows, columns] = map.shape;
+  const context = drawing(canvas), [rows, columns] = map.shape;
   context.imageSmoothingEnabled = false;
   context.drawImage(paleGrey(background), 0, 0, side, side);
   const h = side / rows, w = side / columns;

@@ -209,6 +209,11 @@ def test_inspection_shows_the_window(mode: Any) -> None:
         (lambda: AffineSelfConv1d(8, 8, 1, group="p4"), "AffineSelfConv1d: group 'p4' turns rows into"),
         (lambda: LiftingConv2d(8, 8, 1, group="p4")(torch.zeros(1, 8, 4, 3, 3)), "lifts planar .* 'p4'"),
         (lambda: UNet(1, 2, (4, 8, 16))(torch.zeros(1, 1, 6, 6)), "UNet expects .*multiples of 4"),
+        (lambda: UNet(3, 2, ()), r"UNet expects one width or more; got widths=\(\)"),
+        (
+            lambda: Bottleneck(8, 4, 2, spatial=lambda c, _: nn.Conv2d(c, c, 1))(torch.zeros(1, 8, 6, 6)),
+            r"Bottleneck expects a spatial layer with an output of \[3, 3\] cells, .*; got \[6, 6\]",
+        ),
         (lambda: Autoencoder(1)(torch.zeros(1, 1, 30, 30)), "expects sides that are multiples of 4"),
         (lambda: Group("a", (IDENTITY, (1, 2))), "group 'a': expected 2×2 matrices; got"),  # type: ignore[arg-type]
         (lambda: AffineSelfConv1d(8, 8, (3, 3)), r"kernel_size: expected one odd integer ≥ 1; got \(3, 3\)"),  # type: ignore[arg-type]

@@ -163,7 +163,8 @@ def test_the_mean_of_the_largest_numbers_does_not_overflow(kernel_size: int, dty
         zero, zero, v, None, None, None, None, num_heads=1, kernel_size=kernel_size, backend="numba"
     )
     middle = out[0, 0, 12, 12]
-    torch.testing.assert_close(middle, v[0, 0, 0, 0], rtol=8 * torch.finfo(dtype).eps, atol=0)
+    rounding = kernel_size**2 / 2 + 4  # half an eps for each addition, a few for exponential and division
+    torch.testing.assert_close(middle, v[0, 0, 0, 0], rtol=rounding * torch.finfo(dtype).eps, atol=0)
 
 
 @pytest.mark.parametrize("layer", [AffineSelfConv2d, SimpleAffineSelfConv2d])

@@ -17,10 +17,8 @@ from selfconv.nn import (
 
 
 class UNet(nn.Module):
-    """``[N, in_channels, h, w] -> [N, num_classes, h, w]``: scores that turn with the image.
-
-    Each next of the ``widths``, which are multiples of 4 (the heads), is a level of half the sides.
-    """
+    """``[N, in_channels, h, w] -> [N, num_classes, h, w]``: scores that turn with the image. Each next of the
+    ``widths``, which are multiples of 4 (the heads), is a level of half the sides."""
 
     def __init__(
         self,
@@ -38,6 +36,8 @@ class UNet(nn.Module):
             attention = layer(channels, width, kernel_size, num_heads=4, padding_mode="exclude", group=group)
             return nn.Sequential(attention, GroupBatchNorm(width, group=group), nn.ReLU())
 
+        if not widths:
+            raise ValueError(f"UNet expects one width or more; got widths={widths!r}")
         first, *rest = widths
         self.cell = 2 ** len(rest)
         self.lift = block(in_channels, first, LiftingSelfConv2d)

@@ -100,8 +100,13 @@ class Bottleneck(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.reduce(x))
         y = F.relu(self.spatial(y))
-        y = self.se(self.expand(y))
-        return F.relu(y + self.shortcut(x))
+        y, shortcut = self.se(self.expand(y)), self.shortcut(x)
+        if not torch.compiler.is_compiling() and y.shape != shortcut.shape:
+            raise ValueError(
+                f"Bottleneck expects a spatial layer with an output of {list(shortcut.shape[-2:])} cells, as "
+                f"stride={self.stride} of the shortcut gives; got {list(y.shape[-2:])}"
+            )
+        return F.relu(y + shortcut)
 
 
 def _self_conv(group: Group, width: int, stride: int) -> nn.Module:

@@ -374,7 +374,7 @@ def _error_in_words(view: EquivarianceView) -> str:
     if not view.group.band_limited:
         return f"largest error {error:.0e}"
     name = view.group.element_names[view.errors.index(error)]
-    return f"rms error at {name}: {error:.2g}"
+    return f"rms error {error:.2g}\nat {name}"
 
 
 def _verdict(view: EquivarianceView) -> str:

@@ -54,3 +54,21 @@ def test_a_failing_summary_states_the_error_under_shifts() -> None:
         error = found.excess[culprit].error
         assert 1e-4 < error < 2e-2
         assert f"(error {error:.1e}; rounding in float64 is about 2e-15)" in found.summary()
+
+
+def test_parameters_in_a_lower_precision_are_named() -> None:
+    """A filter that is symmetric up to the rounding of its dtype; and one that is not."""
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.float64):
+        conv = nn.Conv2d(3, 4, 3, padding=1, bias=False, dtype=dtype)
+        turned = [torch.rot90(conv.weight.detach(), k, (2, 3)) for k in range(4)]
+        conv.weight.data = torch.stack(turned).mul(1 / 3).sum(0)
+        found = audit(conv, 8, "p4")
+        if dtype == torch.float64:
+            assert found.passed, found.summary()
+        else:
+            assert "parameters are stored in float32" in found.summary(), found.summary()
+            assert "which tolerance=1e-06 allows" in found.summary()
+            assert audit(conv, 8, "p4", tolerance=1e-6).passed
+    tilted = nn.Conv2d(3, 4, 3, padding=1)
+    assert "its filters do not turn with the image" in audit(tilted, 8, "p4").summary()

@@ -21,6 +21,7 @@ from selfconv.testing.judging import Excess, Judge, judged, output_error, turned
 from selfconv.testing.kinds import FeaturesOn, Kind, check_kinds, is_sequence
 from selfconv.testing.layer_runs import END, Images, look_away, record, run_observed
 from selfconv.testing.leaves import judgeable, same
+from selfconv.testing.rounding import coarsest
 from selfconv.testing.windows import sampling
 
 
@@ -187,9 +188,10 @@ def audit(
 
     Args:
         model: takes images ``[N, in_channels, input_size, input_size]``, or what ``inputs`` says. A copy is
-            tested, in eval mode. Its output is a tensor, or a container of tensors. Numbers in it are
-            expected to be invariant; None and other objects are ignored. Integers and booleans are compared
-            exactly: their error is the share of values that differ.
+            tested, in eval mode. Its output is a tensor, or a container of tensors: tuples, lists, mappings
+            and dataclasses, nested in any way. Numbers in it are expected to be invariant. None and other
+            objects are ignored, but refused if they hold tensors. Integers and booleans are compared exactly:
+            their error is the share of values that differ.
         input_size: the side of the images, or the length of sequences.
         group: by default the model's attribute ``group``, or else that of its layers: the smallest, to which
             ``RestrictGroup`` may have restricted the features. z2, if no layer has one, tests shifts only.
@@ -228,6 +230,7 @@ def audit(
         raise ValueError(f"in_channels: expected {len(of_input)} numbers for inputs={inputs}; got {given}")
     if not all(is_whole(c) and c >= 1 for c in channels):
         raise ValueError(f"in_channels: expected integers ≥ 1; got {given!r}")
+    stored = {name: coarsest(_dtypes(layer)) for name, layer in model.named_modules()}
     model = copy.deepcopy(model).double().eval()
     device = next((p.device for p in model.parameters()), None)
 
@@ -258,7 +261,7 @@ def audit(
         ) from refusal
     check_output(judgeable(recorded[1]))
     options = group, tolerance, of_input, outputs
-    judge, y, kinds = judged(model, images(input_size), *options, recorded=recorded)
+    judge, y, kinds = judged(model, images(input_size), *options, recorded=recorded, stored=stored)
     error = largest(
         output_error(
             run_observed(model, turned(x, s, group, of_input), look_away), y, s, judge.actions, kinds
@@ -308,6 +311,11 @@ def audit(
         judge.excess,
         between if group.band_limited else None,
     )
+
+
+def _dtypes(layer: nn.Module) -> list[torch.dtype]:
+    tensors = (*layer.parameters(), *layer.buffers())
+    return [t.dtype for t in tensors if t.is_floating_point()]
 
 
 def _check_changing(

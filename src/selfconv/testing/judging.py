@@ -27,7 +27,7 @@ from selfconv.testing.layer_runs import (
     replacing,
     run_observed,
 )
-from selfconv.testing.leaves import as_tensor, judgeable, output_kinds
+from selfconv.testing.leaves import aligned, as_tensor, judgeable, output_kinds
 from selfconv.testing.rounding import EXACT, MARGIN, coarsest, explore, rounding_effect
 from selfconv.testing.shifts import ShiftReport, permuted, tested_shifts
 from selfconv.testing.windows import sampling
@@ -37,6 +37,10 @@ CONSTANT = "its output is the same for every image, and does not transform with 
 RANDOM = "its input or output differs between two runs on the same image"
 AFTER = "code after the last layer breaks equivariance"
 NAN = "it is not a number"
+ROUNDED = (
+    "its parameters are stored in {dtype}, and an error of this size may be their rounding, "
+    "which tolerance={tolerance:.0e} allows"
+)
 
 Dtypes = dict[tuple[Key, Stage], list[torch.dtype]]  # the precision of each value
 
@@ -58,6 +62,7 @@ class Judge:
     Args:
         rounded: the precision of each value.
         constant: for each tensor of the output, whether it does not depend on the image.
+        stored: by name of a layer, the least precise dtype in which the model has its parameters.
     """
 
     def __init__(
@@ -67,7 +72,9 @@ class Judge:
         tolerance: float,
         rounded: Dtypes,
         constant: list[bool],
+        stored: dict[str, torch.dtype],
     ) -> None:
+        self.stored = stored
         self.actions, self.group = actions, actions.group
         self.calls, self.tolerance, self.rounded, self.constant = calls, tolerance, rounded, constant
         self.excess: dict[str, Excess] = {}  # by name of what is at fault
@@ -222,6 +229,11 @@ class Judge:
             return RANDOM
         if stage == "input":
             return BETWEEN
+        stored = self.stored.get(key[0], EXACT)
+        if self.excess[call.name].error <= 10 * torch.finfo(stored).eps and stored != EXACT:
+            return ROUNDED.format(
+                dtype=str(stored).removeprefix("torch."), tolerance=10 * torch.finfo(stored).eps
+            )
         off_centre = _off_centre(call, self.actions, self.limit(key, stage))
         if off_centre:
             self.sampling.add(off_centre)
@@ -240,6 +252,7 @@ def judged(
     outputs: Kind | Sequence[Kind] | None,
     *,
     recorded: tuple[dict[Key, LayerCall], list[Any]] | None = None,
+    stored: dict[str, torch.dtype] | None = None,
 ) -> tuple[Judge, list[Any], list[Kind | None]]:
     """All runs of the model on the first images, judged. The second serve to find what depends on an image.
 
@@ -251,7 +264,7 @@ def judged(
     kinds = output_kinds(outputs, y)
     actions = Actions.of(model, group, [*inputs, *kinds])
     other = tuple(a if kind == "invariant" else b for a, b, kind in zip(x, other, inputs, strict=True))
-    judge = Judge(actions, calls, tolerance, *explore(model, other, calls, y))
+    judge = Judge(actions, calls, tolerance, *explore(model, other, calls, y), stored or {})
     for s in (s for s in group if group.exact[s]):
         judge.judge_output(run_observed(model, turned(x, s, group, inputs), judge.start(s)), y, kinds)
     moving = [kind != "invariant" and t.dim() > actions.axes for t, kind in zip(x, inputs, strict=True)]
@@ -268,10 +281,10 @@ def output_errors(
     output: list[Any], original: list[Any], s: int, actions: Actions, kinds: list[Kind | None]
 ) -> list[float]:
     """The errors of what a model returns: relative where s is exact, otherwise of the deviation."""
-    output = judgeable(output)
-    if len(output) != len(original):
+    in_order = aligned(judgeable(output), original)
+    if in_order is None:
         return [math.inf]
-    triples = zip(map(as_tensor, output), map(as_tensor, original), kinds, strict=True)
+    triples = zip(map(as_tensor, in_order), map(as_tensor, original), kinds, strict=True)
     return [element_error(a, actions.output(b, s, kind), s, actions.group, kind) for a, b, kind in triples]
 
 

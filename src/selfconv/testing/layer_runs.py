@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from selfconv.nn import SqueezeExcite
 from selfconv.testing.kinds import Kind, as_tuple
-from selfconv.testing.leaves import Nesting, as_tensor, flatten, own
+from selfconv.testing.leaves import Nesting, as_tensor, check_dense, flat, flatten, own
 
 Images = tuple[Tensor, ...]  # what a model takes
 Key = tuple[str, int]  # a layer, and how often it was called before
@@ -124,7 +124,7 @@ def run_observed(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about sizes: what an audit finds out by itself
-            return flatten(model(*own(as_tuple(x))))[0]
+            return flat(model(*own(as_tuple(x))))
     finally:
         for handle in handles:
             handle.remove()
@@ -141,6 +141,7 @@ def record(model: nn.Module, x: Images) -> tuple[dict[Key, LayerCall], list[Any]
     calls: dict[Key, LayerCall] = {}
 
     def observe(key: Key, module: nn.Module, stage: Stage, leaves: list[Any], nesting: Nesting) -> None:
+        check_dense(leaves)
         # copies: a later layer may work in place
         kept = own(leaves)
         types = {i: field.type for i, field in nesting.fields.items()}

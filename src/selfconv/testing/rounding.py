@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 
 from selfconv.testing.errors import default_tolerance, largest, masked
 from selfconv.testing.layer_runs import END, Images, Key, LayerCall, Stage, run_observed
-from selfconv.testing.leaves import Nesting, judgeable
+from selfconv.testing.leaves import Nesting, aligned, judgeable
 
 EXACT = torch.float64
 REAL = {torch.complex128: EXACT, torch.complex64: torch.float32, torch.complex32: torch.float16}
@@ -121,6 +121,7 @@ def explore(
         precision.follow(x)
     with precision:
         found = judgeable(run_observed(model, other, observe))
+    found = aligned(found, output) or found
     constant = _unchanged(found, output)
     tensors = [c for c, leaf in zip(constant, found, strict=True) if isinstance(leaf, Tensor)]
     return {**rounded, END: history(found, constant)}, tensors

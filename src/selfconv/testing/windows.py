@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 from torch import nn
@@ -29,6 +30,16 @@ def sampling(module: nn.Module) -> tuple[int, int, int] | None:
     if window is None or dilation is None or padding is None:
         return None
     return dilation * (window - 1) + 1, stride, padding
+
+
+def stated_scale(module: nn.Module, n: int, m: int) -> Fraction | None:
+    """How many cells a layer's output has for each cell of its input, as the layer says, for sides of m and n
+    cells. Attention weights are at every place, before a layer pools."""
+    rule = sampling(module)
+    if rule and m < n:
+        return Fraction(1, rule[1])
+    stride = _first(getattr(module, "stride", 1)) if isinstance(module, _ConvTransposeNd) else None
+    return Fraction(stride) if stride else None
 
 
 def largest_dilation(function: object) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -16,11 +17,10 @@ from selfconv.testing.layer_runs import (
     Key,
     Place,
     Stage,
-    look_away,
     replacing,
     run_observed,
 )
-from selfconv.testing.leaves import as_tensor, judgeable
+from selfconv.testing.leaves import aligned, as_tensor, judgeable
 from selfconv.testing.shifts.motion import GIVEN, Motion
 from selfconv.testing.shifts.moves import ROOM, Steps, tiled
 from selfconv.testing.shifts.objects import Objects
@@ -67,21 +67,28 @@ def _interior_error(motion: Motion, key: Key, copies: Callable[[Tensor], int]) -
         return None
     x = tiled(x, motion.last_axes(x), copies(x))
     errors = [
-        _least_error(lambda t, i=i: call.run({at: t})[i], x, call.module, motion, (key, "output", i))  # type: ignore[misc]
+        _least_error(
+            lambda t, i=i: call.run({at: t})[i],  # type: ignore[misc]
+            x,
+            call.module,
+            motion,
+            (key, "output", i),
+            motion.scales.of_layer(key, at, i),
+        )
         for i in outputs
     ]
     return None if None in errors else largest(e for e in errors if e is not None)
 
 
 def _least_error(
-    function: Function, x: Tensor, module: nn.Module, motion: Motion, place: Place
+    function: Function, x: Tensor, module: nn.Module, motion: Motion, place: Place, scale: Fraction | None
 ) -> float | None:
-    """For the ratio of cells that fits best; None if nothing can be compared, or if all fail and the sizes
-    leave others possible."""
+    """For its scale or, if that is not known, the ratio of cells that fits best; None if nothing can be
+    compared, or if all fail and the sizes leave others possible."""
     axes, frame = motion.first.axes, largest_dilation(module)
     n, m = x.shape[-1], function(x).shape[-1]
-    rule = sampling(module) if m < n else None  # attention weights are at every place, before a layer pools
-    ratios = [(rule[1], 1)] if rule else _ratios(n, m)
+    rule = sampling(module) if m < n else None
+    ratios = [(scale.denominator, scale.numerator)] if scale else _ratios(n, m)
     errors = []
     for a, b in ratios:
         given, moved = a * motion.multiple, b * motion.multiple
@@ -91,7 +98,7 @@ def _least_error(
     fitting = [error for error in errors if error <= motion.limit(*place)]
     if fitting:
         return min(fitting)
-    known = rule or n % m == 0 or m % n == 0
+    known = scale or n % m == 0 or m % n == 0
     return errors[0] if errors and known and len(errors) == len(ratios) else None
 
 
@@ -107,7 +114,7 @@ def _places_last(motion: Motion, place: Place, x: Tensor) -> bool:
     """Whether the last axes are a map or a row; or else channels may be last."""
     move = motion.moves.get(place)
     if move and move.axes:
-        return move.axes[-1] == x.dim() - 1
+        return move.axes[-1] == x.dim() - 1 and not move.flat
     return x.shape[-1] == motion.side if motion.first.axes == 1 else x.shape[-2] == x.shape[-1]
 
 
@@ -119,7 +126,7 @@ def _centre_error(motion: Motion, key: Key) -> float | None:
     if not moves:
         return None
     copies = _copies(next(inputs[i] for i in moves))
-    larger = {i: tiled(inputs[i], move.axes, copies) for i, move in moves.items()}
+    larger = {i: move.tiled(inputs[i], copies) for i, move in moves.items()}
     fixed_size = not _runs(lambda: call.run(larger))
     given = {i: inputs[i] for i in moves} if fixed_size else larger
     near = not fixed_size or min(move.room(given[i]) for i, move in moves.items()) < ROOM
@@ -152,7 +159,7 @@ def errors_between(motion: Motion, inexact: dict[Place, Tensor]) -> dict[Place, 
     """
     if not inexact:
         return {}
-    first, dilation = motion.first, largest_dilation(motion.first.model)
+    dilation = largest_dilation(motion.first.model)
     disturbed = [
         _replay(motion, lambda place, t: torch.where(motion.border(place, t, dilation), t + 1, t)),
         _replay(motion, lambda place, t: t.masked_fill(motion.border(place, t, dilation), math.nan)),
@@ -162,11 +169,7 @@ def errors_between(motion: Motion, inexact: dict[Place, Tensor]) -> dict[Place, 
         motion.maps(),
         lambda steps: _replay(motion, lambda place, t: motion.object(place, t, steps)),
     )
-    larger = tuple(
-        tiled(t, motion.last_axes(t), 2) if moves else t
-        for t, moves in zip(first.x, first.moving, strict=True)
-    )
-    any_size = _runs(lambda: run_observed(first.model, larger, look_away))
+    any_size = motion.scales.any_size
 
     def error(place: Place, after: Tensor) -> float | None:
         inside = motion.error_inside(place, after, disturbed)
@@ -201,4 +204,5 @@ def _replay(motion: Motion, change: Change) -> dict[Place, Tensor]:
 
     x = tuple(changed(GIVEN, "input", list(first.x)))
     output = judgeable(run_observed(first.model, x, replacing(first.calls, replace)))
+    output = aligned(output, first.output) or []
     return found | {(*END, i): as_tensor(leaf) for i, leaf in enumerate(output)}

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from selfconv.testing.errors import relative_error
 from selfconv.testing.layer_runs import END, FirstRun, Key, Place, Stage
-from selfconv.testing.leaves import as_tensor
 from selfconv.testing.shifts.moves import STILL, Move, Steps, permuted, typical_error
-from selfconv.testing.windows import sampling
+from selfconv.testing.shifts.scales import Scales
 
 GIVEN: Key = ("the model's input", 0)
 
@@ -27,10 +28,11 @@ class Motion:
         multiple: of the least shift that is a whole number of cells on every map, by which it is shifted.
     """
 
-    def __init__(self, first: FirstRun, limit: Limit, multiple: int = 1) -> None:
+    def __init__(self, first: FirstRun, scales: Scales, limit: Limit, multiple: int = 1) -> None:
         self.first, self.limit, self.multiple = first, limit, multiple
-        self.side = next(t.shape[-1] for t, moves in zip(first.x, first.moving, strict=True) if moves)
-        self.shift = multiple * self._total_stride()
+        self.scales = scales
+        self.side = scales.side
+        self.shift = multiple * scales.total_stride()
         self.moves: dict[Place, Move | None] = {}  # how each tensor of the first run moves; None: rearranged
         for i, (t, moves) in enumerate(zip(first.x, first.moving, strict=True)):
             self.moves[GIVEN, "input", i] = Move(self.last_axes(t), self.shift) if moves else STILL
@@ -39,67 +41,67 @@ class Motion:
         """Those of a map or a row, if they come last."""
         return tuple(range(t.dim() - self.first.axes, t.dim()))
 
-    def _total_stride(self) -> int:
-        """A shift that is a whole number of cells on every map of the network."""
-        steps = {1}
-        for factor in self._factors():
-            steps |= {step * factor for step in steps if step * factor <= self.side}
-        total = 1
-        for n in self._sides():
-            if 1 < n < self.side:
-                near = min(steps, key=lambda step, n=n: abs(step - self.side / n))  # type: ignore[misc]
-                total = math.lcm(total, self.side // n if self.side % n == 0 else near)
-        return total
-
-    def _factors(self) -> Iterator[int]:
-        """By which maps become smaller, one after the other: as layers say, or else by their sizes."""
-        last = self.side
-        for call in self.first.calls.values():
-            rule = sampling(call.module)
-            for stage in ("input", "output"):
-                for n in self._sides_of(call.tensors(stage).values()):
-                    known = rule[1] if rule and stage == "output" else None
-                    yield known or max(1, round(last / n))
-                    last = n
-        for n in self._sides_of(map(as_tensor, self.first.output)):
-            yield max(1, round(last / n))
-
-    def _sides(self) -> Iterator[int]:
-        """Of all square maps, or sequences, in the network."""
-        for call in self.first.calls.values():
-            yield from self._sides_of((*call.tensors("input").values(), *call.tensors("output").values()))
-        yield from self._sides_of(map(as_tensor, self.first.output))
-
-    def _sides_of(self, tensors: Iterable[Tensor]) -> list[int]:
-        axes = self.first.axes
-        maps = (t for t in tensors if t.dim() >= 2 + axes and len({*t.shape[-axes:]}) == 1)
-        return [t.shape[-1] for t in maps if t.numel()]
-
     def candidates(self, place: Place) -> list[Move]:
         """How a tensor may move, the usual first; an output as its kind says."""
         t, axes = self.first.tensor(place), self.first.axes
         if place[:2] != END:
-            return self._candidates(t)
+            return self._candidates(place)
         kind = self.first.kinds[place[2]]
         if kind == "invariant" or t.dim() <= axes:
             return [STILL]
-        moves = self._candidates(t)
+        moves = self._candidates(place)
         inner = [move for move in moves if move.axes and move.axes[-1] == t.dim() - 1]
-        return inner if t.dim() >= 2 + axes or kind == "pixels" else moves
+        if t.dim() < 2 + axes and kind != "pixels":
+            return moves
+        return inner or [move for move in moves if move.axes]  # channels last
 
-    def _candidates(self, t: Tensor) -> list[Move]:
-        arrangements = [self.last_axes(t)] if t.dim() > self.first.axes else []
-        if t.dim() == 2 + self.first.axes:
-            arrangements.append(tuple(range(1, 1 + self.first.axes)))  # channels last
-        cells = [self.shift // step for step in range(1, self.shift + 1) if self.shift % step == 0]
-        found = []
-        for axes in arrangements:
-            n = t.shape[axes[-1]]
-            likely = self.shift * n / self.side
-            more = [round(likely)] if n > self.side else []
-            chosen = {c for c in (*cells, *more) if n <= 1 or c % n}  # by n cells, nothing would move
-            found += [Move(axes, c) for c in sorted(chosen, key=lambda c, at=likely: abs(c - at))]  # type: ignore[misc]
-        return [*found, STILL]
+    def _candidates(self, place: Place) -> list[Move]:
+        t = self.first.tensor(place)
+        arrangements = self._arrangements(place, t)
+        scales = {move: scale for move in arrangements if (scale := self._scale(place, move))}
+        if scales:
+            found = [replace(move, cells=int(self.shift * scale)) for move, scale in scales.items()]
+        else:
+            found = [guess for move in arrangements for guess in self._guesses(place, move)]
+        return [*(move for move in found if move.moves(t)), STILL]
+
+    def _arrangements(self, place: Place, t: Tensor) -> list[Move]:
+        """The axes along which a tensor may have places, the usual first."""
+        axes, last = self.first.axes, self.last_axes(t)
+        square = t.dim() > axes and len({t.shape[axis] for axis in last}) == 1
+        found = [Move(last)] if t.dim() >= 2 + axes or square else []
+        if t.dim() == 2 + axes:
+            found.append(Move(tuple(range(1, 1 + axes))))  # channels last
+        if axes == 2 and t.dim() in (3, 4) and not (square and t.dim() == 4):
+            found += [Move((i,), flat=True) for i in range(1, t.dim()) if self._is_flat(t.shape[i])]
+        channels = self._channels(place)
+        return sorted(found, key=lambda move: t.dim() - 1 in move.axes) if channels == "last" else found
+
+    def _is_flat(self, n: int) -> bool:
+        side = math.isqrt(n)
+        return side > 1 and side * side == n and side in self.scales.sides
+
+    def _channels(self, place: Place) -> str:
+        """Where a layer has the channels of its input and output: last, or first as usual."""
+        call = self.first.calls.get(place[0])
+        module = call.module if call else None
+        last = isinstance(module, nn.Linear | nn.Bilinear) or (
+            isinstance(module, nn.LayerNorm | nn.RMSNorm) and len(module.normalized_shape) == 1
+        )
+        return "last" if last else "first"
+
+    def _scale(self, place: Place, move: Move) -> Fraction | None:
+        """None also if the shift is not a whole number of cells there."""
+        scale = self.scales.known(place, move.axes, flat=move.flat)
+        return scale if scale and (self.shift * scale).denominator == 1 else None
+
+    def _guesses(self, place: Place, move: Move) -> list[Move]:
+        """Where the sizes do not tell by how many cells a map moves, the likely first."""
+        n = self.first.tensor(place).shape[move.axes[-1]]
+        likely = self.shift * self.scales.guess(place, math.isqrt(n) if move.flat else n)
+        cells = {self.shift // step for step in range(1, self.shift + 1) if self.shift % step == 0}
+        chosen = sorted({*cells, max(1, round(likely))}, key=lambda c: abs(c - likely))
+        return [replace(move, cells=c) for c in chosen]
 
     def note(self, place: Place, after: Tensor) -> float:
         """Notes how a tensor moved, or most likely did if the error, which it returns, is too large."""
@@ -108,6 +110,8 @@ class Motion:
 
     def _found(self, place: Place, after: Tensor) -> tuple[Move | None, float]:
         before, moves, limit = self.first.tensor(place), self.candidates(place), self.limit(*place)
+        if not moves:
+            return None, 0.0  # the shift leads once round the map
         errors = [relative_error(after, move(before)) for move in moves]
         for move, error in zip(moves, errors, strict=True):
             if error <= limit:

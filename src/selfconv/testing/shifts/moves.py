@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,23 +15,55 @@ from selfconv.testing.errors import relative_error
 
 Steps = tuple[int, ...]  # how often a shift is repeated along each axis
 
+Found = TypeVar("Found")
+P = ParamSpec("P")
+
 ROOM = 2  # the assumed radius, in cells, of windows of functions outside any layer
+
+
+def _on_maps(
+    method: Callable[Concatenate[Move, Tensor, P], Found],
+) -> Callable[Concatenate[Move, Tensor, P], Found]:
+    """Makes a method for maps one for flat tensors too, which become maps for it, and flat again."""
+
+    @wraps(method)
+    def wrapped(move: Move, x: Tensor, *args: P.args, **options: P.kwargs) -> Found:
+        if not move.flat:
+            return method(move, x, *args, **options)
+        (axis,) = move.axes
+        maps = x.unflatten(axis, (math.isqrt(x.shape[axis]), -1))
+        found = method(Move((axis, axis + 1), move.cells), maps, *args, **options)
+        return found.flatten(axis, axis + 1) if isinstance(found, Tensor) else found  # type: ignore[return-value]
+
+    return wrapped
 
 
 @dataclass(frozen=True)
 class Move:
-    """A circular shift by some cells along some axes; without axes, the identity."""
+    """A circular shift by some cells along some axes; without axes, the identity.
+
+    ``flat`` are square maps whose rows follow each other along one axis: tokens.
+    """
 
     axes: tuple[int, ...] = ()
     cells: int = 0
+    flat: bool = False
 
+    @_on_maps
     def __call__(self, x: Tensor) -> Tensor:
         return x.roll((self.cells,) * len(self.axes), self.axes) if self.axes else x
 
+    @_on_maps
+    def moves(self, x: Tensor) -> bool:
+        """Not if it goes once round a map, or several times."""
+        return any(x.shape[axis] == 1 or self.cells % x.shape[axis] for axis in self.axes)
+
+    @_on_maps
     def by(self, x: Tensor, steps: Steps) -> Tensor:
         """Shifted several times, along each axis by itself."""
         return x.roll(tuple(self.cells * step for step in steps), self.axes) if self.axes else x
 
+    @_on_maps
     def object(self, x: Tensor, steps: Steps | None) -> Tensor:
         """One cell of x in zeros: that near the centre, moved by some steps. Zeros alone for None."""
         alone = torch.zeros_like(x)
@@ -39,6 +74,7 @@ class Move:
             alone[tuple(chosen)] = x[tuple(chosen)]
         return alone if steps is None else self.by(alone, steps)
 
+    @_on_maps
     def bounds(self, x: Tensor, *, far: bool) -> list[tuple[int, int]]:
         """The least and the largest step along each axis that keeps the object from the border: by a quarter
         of the map, or ``far`` from the centre by the window that is assumed of functions."""
@@ -56,21 +92,28 @@ class Move:
         cells = [(x.shape[axis] - self.cells) // 2 for axis in self.axes]
         return [*cells[:-1], max(0, cells[-1] - 1)] if cells else []
 
+    @_on_maps
     def room(self, x: Tensor) -> int:
         """How many cells are beside that cell on each side, before the move and after it."""
         pairs = zip(self.axes, self._centre(x), strict=True)
         return min((min(at, x.shape[axis] - 1 - at - self.cells) for axis, at in pairs), default=0)
 
+    @_on_maps
     def border(self, x: Tensor, dilation: int) -> Tensor:
         """True for cells near the border that a window over the edge can cover, before or after the shift."""
         inner: list[Any] = [slice(None)] * x.dim()
         for axis in self.axes:
             n = x.shape[axis] - self.cells
             frame = max(1, n // 4, min(dilation, n // 2 - 1))
-            inner[axis] = slice(frame, n - frame)
+            inner[axis] = slice(frame, max(frame, n - frame))
         border = torch.ones_like(x, dtype=torch.bool)
         border[tuple(inner)] = False
         return border
+
+    @_on_maps
+    def tiled(self, x: Tensor, copies: int) -> Tensor:
+        """Copies of a map or a row, side by side."""
+        return tiled(x, self.axes, copies)
 
 
 STILL = Move()

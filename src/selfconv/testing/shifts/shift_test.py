@@ -9,10 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from selfconv.testing.layer_runs import END, FirstRun, Key, Place, Stage, replacing, run_observed
-from selfconv.testing.leaves import as_tensor, judgeable
+from selfconv.testing.leaves import aligned, as_tensor, judgeable
 from selfconv.testing.shifts.borders import error_away_from_the_border, errors_between, interior_error
 from selfconv.testing.shifts.motion import GIVEN, Limit, Motion
 from selfconv.testing.shifts.moves import STILL
+from selfconv.testing.shifts.scales import Scales
 
 PLACES = "it depends on absolute position: its output does not shift with its input"
 BETWEEN = "its input does not shift with the image: code between the layers depends on absolute position"
@@ -42,9 +43,10 @@ def tested_shifts(first: FirstRun, limit: Limit) -> ShiftReport:
     What moves with a multiple of the shift alone may have a stride that no size shows, or depend on places
     with that period: it counts as not tested.
     """
-    report = ShiftTest(first, limit).run()
+    scales = Scales(first)
+    report = ShiftTest(first, scales, limit).run()
     for multiple in MULTIPLES if report.faults else ():
-        test = ShiftTest(first, limit, multiple)
+        test = ShiftTest(first, scales, limit, multiple)
         if 4 * test.motion.shift > test.motion.side:
             break  # too few places are left to tell
         coarser = test.run()
@@ -66,9 +68,9 @@ class ShiftTest:
         multiple: of the least shift that is a whole number of cells on every map, by which it is shifted.
     """
 
-    def __init__(self, first: FirstRun, limit: Limit, multiple: int = 1) -> None:
+    def __init__(self, first: FirstRun, scales: Scales, limit: Limit, multiple: int = 1) -> None:
         self.first, self.calls, self.limit = first, first.calls, limit
-        self.motion = Motion(first, limit, multiple)
+        self.motion = Motion(first, scales, limit, multiple)
         self.report = ShiftReport()
         self.rearranged: str | None = None  # the layer that did it, until features are in order again
         self.rearranged_before: str | None = None  # the same at the input of the current layer
@@ -93,11 +95,11 @@ class ShiftTest:
     def _run_on_shifted(self) -> None:
         shifted = tuple(self.motion.moved((GIVEN, "input", i), t) for i, t in enumerate(self.first.x))
         observer = replacing(self.calls, self._all_moved)
-        output = list(map(as_tensor, judgeable(run_observed(self.first.model, shifted, observer))))
-        if len(output) != len(self.first.output):
+        output = aligned(judgeable(run_observed(self.first.model, shifted, observer)), self.first.output)
+        if output is None:
             self.report.untested.append(END[0][0])
             return
-        for i, after in enumerate(output):
+        for i, after in enumerate(map(as_tensor, output)):
             place: Place = (*END, i)
             if not self.motion.note(place, after) <= self.limit(*place):
                 self.inexact[place] = after

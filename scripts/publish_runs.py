@@ -21,7 +21,7 @@ from selfconv._files import read_as, write_json
 from selfconv.models import WEIGHTS, paper_label
 from selfconv.study.plans import PlanFile
 from selfconv.train import Record
-from selfconv.train.checkpoints import checkpoint_files
+from selfconv.train.files.checkpoints import checkpoint_files
 from selfconv.trained import Evaluation
 
 RESULTS = Path(__file__).parents[1] / "results"

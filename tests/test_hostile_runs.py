@@ -40,7 +40,7 @@ from selfconv.explorer._answers import Answers, Choice
 from selfconv.explorer._comparison import Comparison
 from selfconv.study import Budget, InProcessEngine, make_plan, reproduce
 from selfconv.train import Interrupted, Run, train
-from selfconv.train.checkpoints import Checkpoint
+from selfconv.train.files.checkpoints import Checkpoint
 from selfconv.trained import exporting
 
 BUDGET = {"epochs": 2, "models": "resnet29"}

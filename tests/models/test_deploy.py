@@ -52,7 +52,7 @@ from selfconv.nn import (
     Upsample2d,
     set_backend,
 )
-from selfconv.nn._fixed import fix_filters
+from selfconv.nn.fixed.layers import fix_filters
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from helpers.cases import ALL_GROUPS, HALVES_OF_A_TURN
 from torch import Tensor, nn
 
-import selfconv.nn._local_attention as local_attention
+import selfconv.nn.attention.local_attention as local_attention
 from selfconv.groups import IDENTITY, MIRROR, Group, get_group
 from selfconv.nn import (
     AffineSelfConv1d,

@@ -28,7 +28,8 @@ from selfconv.study import (
     reproduce,
     sweep,
 )
-from selfconv.train import Interrupted, Run, checkpoints
+from selfconv.train import Interrupted, Run
+from selfconv.train.files import checkpoints
 
 EPOCHS = 12  # enough for two processes that start together to run at the same time
 

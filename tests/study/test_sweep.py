@@ -38,7 +38,7 @@ from selfconv.train import (
     short_recipe,
     train,
 )
-from selfconv.train.runs import save_model
+from selfconv.train.files.runs import save_model
 
 SMALL = ["--epochs", "1", "--seeds", "1", "--models", "resnet29*asc"]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from selfconv.nn import GroupConv2d, LiftingConv2d
 from selfconv.testing import audit
-from selfconv.testing.rounding import Precision
+from selfconv.testing.layers.rounding import Precision
 
 
 class Between(nn.Module):

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 from selfconv.data import Augment, Batches, load_data
 from selfconv.train import Interrupted, Recipe, Run, StopSignals, find_learning_rate, train
+from selfconv.train.files.record import BestEpoch, EpochMetrics
+from selfconv.train.files.state import State
 from selfconv.train.lr_range import LearningRateRange, smooth
-from selfconv.train.record import BestEpoch, EpochMetrics
-from selfconv.train.state import State
 from selfconv.trained import evaluate, open_trained
 
 

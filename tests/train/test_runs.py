@@ -29,14 +29,14 @@ from selfconv.train import (
     RunConfig,
     RunError,
     Trainer,
-    checkpoints,
     make_accelerator,
     open_data,
     runs,
     train,
 )
-from selfconv.train.runs import lock_run
-from selfconv.train.state import random_states, set_random_states
+from selfconv.train.files import checkpoints
+from selfconv.train.files.runs import lock_run
+from selfconv.train.files.state import random_states, set_random_states
 
 
 def losses(run: Path) -> list[tuple[float, float]]:
@@ -359,7 +359,7 @@ def test_a_disk_that_fills_up_during_a_run(data: Path, tmp_path: Path) -> None:
     program = f"""
 import sys
 from selfconv import cli
-from selfconv.train import checkpoints
+from selfconv.train.files import checkpoints
 write = checkpoints.write
 def limited(folder, checkpoint):
     if checkpoint.state["epoch"] == 2:
@@ -391,7 +391,7 @@ def test_two_processes_cannot_write_one_run(data: Path, tmp_path: Path) -> None:
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from selfconv.train.runs import Run, lock_run
+from selfconv.train.files.runs import Run, lock_run
 folder = Path(sys.argv[1])
 with lock_run(folder, Run(folder).config, resume=True):
     pass

@@ -6,17 +6,22 @@ torch's norms are equivariant too: docs/layers.md lists them.
 """
 
 from selfconv.nn._affine import AffineConv2d, DepthwiseConv2d
-from selfconv.nn._attention import (
+from selfconv.nn._bottleneck import Bottleneck, ConvNorm
+from selfconv.nn._concatenate import concatenate
+from selfconv.nn._conv import GroupConv2d, LiftingConv2d
+from selfconv.nn._gates import GroupDropout, SqueezeExcite
+from selfconv.nn._norm import GroupBatchNorm, GroupLayerNorm
+from selfconv.nn._pool import GlobalPool, GroupPool, SpatialPool2d, Upsample2d
+from selfconv.nn._restrict import RestrictGroup
+from selfconv.nn.attention.layers import (
     AffineSelfConv2d,
     LiftingSelfConv2d,
     SimpleAffineSelfConv2d,
     StandAloneSelfAttention2d,
 )
-from selfconv.nn._attention_1d import AffineSelfConv1d
-from selfconv.nn._bottleneck import Bottleneck, ConvNorm
-from selfconv.nn._concatenate import concatenate
-from selfconv.nn._conv import GroupConv2d, LiftingConv2d
-from selfconv.nn._fixed import (
+from selfconv.nn.attention.layers_1d import AffineSelfConv1d
+from selfconv.nn.attention.local_attention import LocalAttention2d, relative_entropy, set_backend
+from selfconv.nn.fixed.layers import (
     ATTENTION,
     CONVOLUTIONS,
     FixedConv2d,
@@ -25,11 +30,6 @@ from selfconv.nn._fixed import (
     fix_filters,
     is_unmodified,
 )
-from selfconv.nn._gates import GroupDropout, SqueezeExcite
-from selfconv.nn._local_attention import LocalAttention2d, relative_entropy, set_backend
-from selfconv.nn._norm import GroupBatchNorm, GroupLayerNorm
-from selfconv.nn._pool import GlobalPool, GroupPool, SpatialPool2d, Upsample2d
-from selfconv.nn._restrict import RestrictGroup
 
 __all__ = [
     "ATTENTION",

@@ -9,7 +9,14 @@ from torch import Tensor, nn
 
 from selfconv.groups import Group, get_group
 from selfconv.nn._conv import GroupConv2d
-from selfconv.nn._layout import avg_pool, check_features, check_sizes, check_window, in_memory_of
+from selfconv.nn._layout import (
+    avg_pool,
+    check_features,
+    check_sizes,
+    check_window,
+    draw_normal,
+    in_memory_of,
+)
 from selfconv.ops import affine_conv
 
 
@@ -47,7 +54,7 @@ class DepthwiseConv2d(nn.Module):
 
     def reset_parameters(self) -> None:
         """He initialisation; the fan-in of a channel is its window times the number of planes."""
-        nn.init.normal_(self.weight, std=math.sqrt(2 / (len(self.group) * self.kernel_size**2)))
+        draw_normal(self.weight, std=math.sqrt(2 / (len(self.group) * self.kernel_size**2)))
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -105,7 +112,7 @@ class AffineConv2d(nn.Module):
         for layer in (self.value, self.output):
             layer.reset_parameters()
         for parameter in (self.psi_v, self.beta_v):
-            nn.init.normal_(parameter, std=1 / len(self.group))
+            draw_normal(parameter, std=1 / len(self.group))
 
     def forward(self, x: Tensor) -> Tensor:
         check_features(type(self).__name__, x, self.in_channels, self.group, weight=self.psi_v)

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfconv.groups import Group, get_group
-from selfconv.nn._attention import AffineSelfConv2d
 from selfconv.nn._conv import Downsample, GroupConv2d
 from selfconv.nn._gates import SqueezeExcite
 from selfconv.nn._layout import check_sizes
 from selfconv.nn._norm import GroupBatchNorm
+from selfconv.nn.attention.layers import AffineSelfConv2d
 
 
 class ConvNorm(nn.Sequential):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from selfconv.groups import Z2, Group, get_group
-from selfconv.nn._layout import avg_pool, check_features, check_sizes, group_conv
+from selfconv.nn._layout import avg_pool, check_features, check_sizes, draw_normal, group_conv
 
 Downsample = Literal["stride", "pool"]
 
@@ -68,7 +68,7 @@ class _SteeredConv2d(nn.Module):
     def reset_parameters(self) -> None:
         """He initialisation of the filters; for group input the fan-in includes all planes."""
         fan = self.weight.shape[1] * self.kernel_size**2
-        nn.init.normal_(self.weight, std=math.sqrt(2.0) / math.sqrt(fan))  # coefficients keep the variance
+        draw_normal(self.weight, std=math.sqrt(2.0) / math.sqrt(fan))  # coefficients keep the variance
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 

@@ -13,10 +13,16 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from selfconv.groups import Group
 from selfconv.ops import Pair, is_whole, owned
+
+
+def draw_normal(parameter: Tensor, std: float) -> None:
+    """From N(0, std²). The meta device has no numbers, and torch would load its compiler to draw them."""
+    if not parameter.is_meta:
+        nn.init.normal_(parameter, std=std)
 
 
 def check_sizes(module: str, **sizes: int) -> None:

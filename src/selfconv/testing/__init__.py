@@ -37,7 +37,7 @@ from selfconv.testing.errors import (
 )
 from selfconv.testing.interiors import shift_error
 from selfconv.testing.kinds import FeaturesOn, Kind, transform
-from selfconv.testing.layer_runs import run_observed
+from selfconv.testing.layers.runs import run_observed
 
 __all__ = [
     "Audit",

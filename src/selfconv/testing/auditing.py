@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 from selfconv.groups import Z2, Group, get_group
 from selfconv.ops import is_whole
-from selfconv.testing.between import between_error, smooth_input
 from selfconv.testing.checks import check_between, check_inputs, check_model, check_output, checked_tolerance
 from selfconv.testing.errors import default_tolerance, largest
-from selfconv.testing.judging import Excess, Judge, judged, output_error, turned
 from selfconv.testing.kinds import FeaturesOn, Kind, check_kinds, is_sequence
-from selfconv.testing.layer_runs import END, Images, look_away, record, run_observed
+from selfconv.testing.layers.between import between_error, smooth_input
+from selfconv.testing.layers.judging import Excess, Judge, judged, output_error, turned
+from selfconv.testing.layers.rounding import coarsest
+from selfconv.testing.layers.runs import END, Images, look_away, record, run_observed
+from selfconv.testing.layers.windows import sampling
 from selfconv.testing.leaves import judgeable, same
-from selfconv.testing.rounding import coarsest
-from selfconv.testing.windows import sampling
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from selfconv.testing.checks import (
     shapes_of,
 )
 from selfconv.testing.errors import Function, relative_error
-from selfconv.testing.windows import largest_dilation
+from selfconv.testing.layers.windows import largest_dilation
 
 
 @torch.no_grad()

@@ -29,27 +29,29 @@ from selfconv.train.stopping import (
 )
 
 if TYPE_CHECKING:
-    from selfconv.train.checkpoints import Checkpoint, load_last
+    from selfconv.train.files.checkpoints import Checkpoint, load_last
+    from selfconv.train.files.record import BestEpoch, EpochMetrics, Machine, Record, initial_options
+    from selfconv.train.files.runs import Run, open_data, read_metrics
+    from selfconv.train.files.state import MetricTotals
     from selfconv.train.lr_range import LearningRateRange, find_learning_rate
     from selfconv.train.progress import Progress, Watch
-    from selfconv.train.record import BestEpoch, EpochMetrics, Machine, Record, initial_options
     from selfconv.train.runner import train
-    from selfconv.train.runs import Run, open_data, read_metrics
     from selfconv.train.setup import augmentation, build_model, make_accelerator
-    from selfconv.train.state import MetricTotals
     from selfconv.train.trainer import Trainer
 else:
     __getattr__, __dir__ = lazy(
         __name__,
-        checkpoints=["Checkpoint", "load_last"],
         lr_range=["LearningRateRange", "find_learning_rate"],
         progress=["Progress", "Watch"],
-        record=["BestEpoch", "EpochMetrics", "Machine", "Record", "initial_options"],
         runner=["train"],
-        runs=["Run", "open_data", "read_metrics"],
         setup=["augmentation", "build_model", "make_accelerator"],
-        state=["MetricTotals"],
         trainer=["Trainer"],
+        **{
+            "files.checkpoints": ["Checkpoint", "load_last"],
+            "files.record": ["BestEpoch", "EpochMetrics", "Machine", "Record", "initial_options"],
+            "files.runs": ["Run", "open_data", "read_metrics"],
+            "files.state": ["MetricTotals"],
+        },
     )
 
 __all__ = [

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from selfconv._files import write_atomically, write_figure
 from selfconv._text import HalfMinute
 from selfconv.train.config import RunConfig
-from selfconv.train.runs import open_data
+from selfconv.train.files.runs import open_data
 from selfconv.train.setup import make_accelerator
 from selfconv.train.trainer import Trainer
 

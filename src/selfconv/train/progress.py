@@ -11,7 +11,7 @@ from pathlib import Path
 
 from selfconv._files import write_atomically
 from selfconv._text import HalfMinute, escape_for_terminal, format_duration
-from selfconv.train.record import EpochMetrics
+from selfconv.train.files.record import EpochMetrics
 
 Watch = Callable[[float, str], None]  # the completed fraction of a run, and a status line
 

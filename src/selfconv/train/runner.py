@@ -14,9 +14,9 @@ from selfconv.data import DataInfo, Dataset, PixelRange
 from selfconv.models import count_parameters
 from selfconv.train.config import RunConfig
 from selfconv.train.distributed import broadcast_object
+from selfconv.train.files.record import Record, environment
+from selfconv.train.files.runs import Run, open_data, open_or_resume, save_model
 from selfconv.train.progress import Progress, Watch
-from selfconv.train.record import Record, environment
-from selfconv.train.runs import Run, open_data, open_or_resume, save_model
 from selfconv.train.setup import make_accelerator
 from selfconv.train.sizing import measure_step
 from selfconv.train.stopping import (

@@ -20,21 +20,13 @@ from torch import Tensor, nn
 from selfconv._files import parse
 from selfconv.data import Batches, DataInfo, Dataset
 from selfconv.models import ResNet, load_initial, mismatches
-from selfconv.train import checkpoints
-from selfconv.train.checkpoints import Checkpoint, final_weights
 from selfconv.train.config import RunConfig
 from selfconv.train.distributed import largest, sync_batch_norm
-from selfconv.train.progress import Journal, Progress
-from selfconv.train.record import EpochMetrics
-from selfconv.train.runs import Run
-from selfconv.train.setup import (
-    augmentation,
-    build_model,
-    learning_rate,
-    make_loss,
-    make_optimizer,
-)
-from selfconv.train.state import (
+from selfconv.train.files import checkpoints
+from selfconv.train.files.checkpoints import Checkpoint, final_weights
+from selfconv.train.files.record import EpochMetrics
+from selfconv.train.files.runs import Run
+from selfconv.train.files.state import (
     MetricTotals,
     SavedState,
     State,
@@ -42,6 +34,14 @@ from selfconv.train.state import (
     expected_random_states,
     random_states,
     set_random_states,
+)
+from selfconv.train.progress import Journal, Progress
+from selfconv.train.setup import (
+    augmentation,
+    build_model,
+    learning_rate,
+    make_loss,
+    make_optimizer,
 )
 from selfconv.train.stopping import (
     OutOfMemory,

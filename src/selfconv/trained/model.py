@@ -303,19 +303,20 @@ def _check_images(model: ResNet, info: DataInfo, folder: Path) -> None:
             f"{folder}: expected a network for {info.in_channels} channels and {len(info.class_names)} "
             f"classes, as its data set has; got one for {model.in_channels} and {model.num_classes}"
         )
-    with torch.device("meta"):
-        on_meta = ResNet.from_config(model.config).eval()
     largest = 0
 
     def measure(_: nn.Module, __: object, output: Tensor) -> None:
         nonlocal largest
-        largest = max(largest, output.numel() * output.element_size())
+        largest = max(largest, output.shape[1:].numel() * output.element_size())
 
-    for module in on_meta.modules():
-        module.register_forward_hook(measure)
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about inexact sizes: the model itself warns on its first real call
-        on_meta(torch.empty(1, info.in_channels, info.size, info.size, device="meta"))
+    hooks = [module.register_forward_hook(measure) for module in model.modules()]
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about inexact sizes: the first real call warns
+            model(torch.empty(0, info.in_channels, info.size, info.size))
+    finally:
+        for hook in hooks:
+            hook.remove()
     needed, memory = MAPS_AT_A_TIME * largest, machine_memory()
     if needed > memory:
         raise RunError(

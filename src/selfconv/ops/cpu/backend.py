@@ -22,6 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from selfconv.ops._call import Call
 from selfconv.ops._flops import affine_self_conv_flops
+from selfconv.ops._operator import operator
 from selfconv.ops._transforms import (
     check_gradient,
     derivative_refusal,
@@ -93,7 +94,7 @@ def _interior(f: Tensor, q: Tensor) -> Tensor:
     return f if (rows, columns) == (h, w) else f[..., (rows - h) // 2 :, (columns - w) // 2 :][..., :h, :w]
 
 
-@torch.library.custom_op("selfconv::numba_forward", mutates_args=(), device_types="cpu")
+@operator("numba_forward", "CPU")
 def numba_forward(
     features: Sequence[Tensor],
     table_k: Tensor,
@@ -138,7 +139,7 @@ def _neighbours(k: Tensor, v: Tensor, window: Window) -> tuple[Tensor, Tensor]:
     return keys, keys if v is k else repeat_border(v, window.reach)
 
 
-@torch.library.custom_op("selfconv::numba_backward", mutates_args=(), device_types="cpu")
+@operator("numba_backward", "CPU")
 def numba_backward(
     grad: Tensor,
     features: Sequence[Tensor],

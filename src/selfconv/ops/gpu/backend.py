@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from selfconv.ops._call import Call
+from selfconv.ops._operator import operator
 from selfconv.ops._transforms import (
     check_gradient,
     refuse_second_derivative,
@@ -66,7 +67,7 @@ def _grid(positions: int, programs: int) -> Callable[[dict[str, Any]], tuple[int
     return lambda constants: (triton.cdiv(positions, constants["BLOCK"]) * programs,)
 
 
-@torch.library.custom_op("selfconv::triton_forward", mutates_args=())
+@operator("triton_forward")
 def _forward_op(
     query: Tensor,  # [N, C_k, P, h, w]
     key: Tensor,  # [N, C_k, R, h, w]
@@ -116,7 +117,7 @@ def _forward_fake(
     return value.new_empty((n, value.shape[1], order, height, width)), lse
 
 
-@torch.library.custom_op("selfconv::triton_backward", mutates_args=())
+@operator("triton_backward")
 def _backward_op(
     grad: Tensor,
     lse: Tensor,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from selfconv.testing.errors import Function, largest
 from selfconv.testing.interiors import interior_error as shifted_error
-from selfconv.testing.layer_runs import (
+from selfconv.testing.layers.runs import (
     END,
     Key,
     Place,
@@ -20,11 +20,11 @@ from selfconv.testing.layer_runs import (
     replacing,
     run_observed,
 )
+from selfconv.testing.layers.windows import largest_dilation, sampling
 from selfconv.testing.leaves import aligned, as_tensor, judgeable
 from selfconv.testing.shifts.motion import GIVEN, Motion
 from selfconv.testing.shifts.moves import ROOM, Steps, tiled
 from selfconv.testing.shifts.objects import Objects
-from selfconv.testing.windows import largest_dilation, sampling
 
 SIDE = 20  # of a map with room for a layer's window
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from selfconv.testing.errors import relative_error
-from selfconv.testing.layer_runs import END, FirstRun, Key, Place, Stage
+from selfconv.testing.layers.runs import END, FirstRun, Key, Place, Stage
 from selfconv.testing.shifts.moves import STILL, Move, Steps, permuted, typical_error
 from selfconv.testing.shifts.scales import Scales
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from selfconv.testing.errors import largest, relative_error
-from selfconv.testing.layer_runs import Place
+from selfconv.testing.layers.runs import Place
 from selfconv.testing.shifts.motion import Motion
 from selfconv.testing.shifts.moves import Move, Steps
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from selfconv.testing.layer_runs import END, FirstRun, Key, LayerCall, Place, Stage, run_observed
+from selfconv.testing.layers.runs import END, FirstRun, Key, LayerCall, Place, Stage, run_observed
+from selfconv.testing.layers.windows import stated_scale
 from selfconv.testing.leaves import Nesting, aligned, as_tensor, judgeable
-from selfconv.testing.windows import stated_scale
 
 COMMON = 12  # a multiple of the usual strides
 LARGER = (1, 2, 3)  # how many times inputs become larger by the same number of cells

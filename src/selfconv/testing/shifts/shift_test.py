@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from selfconv.testing.layer_runs import END, FirstRun, Key, Place, Stage, replacing, run_observed
+from selfconv.testing.layers.runs import END, FirstRun, Key, Place, Stage, replacing, run_observed
 from selfconv.testing.leaves import aligned, as_tensor, judgeable
 from selfconv.testing.shifts.borders import error_away_from_the_border, errors_between, interior_error
 from selfconv.testing.shifts.motion import GIVEN, Limit, Motion

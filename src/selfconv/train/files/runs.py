@@ -39,11 +39,11 @@ from selfconv._files import (
     write_json,
 )
 from selfconv.data import DataInfo, image_hashes, load_data
-from selfconv.train import checkpoints
-from selfconv.train.checkpoints import Checkpoint
 from selfconv.train.config import RunConfig, differences
 from selfconv.train.distributed import broadcast_object
-from selfconv.train.record import EpochMetrics, Record
+from selfconv.train.files import checkpoints
+from selfconv.train.files.checkpoints import Checkpoint
+from selfconv.train.files.record import EpochMetrics, Record
 from selfconv.train.stopping import RunBusy, RunError
 
 if TYPE_CHECKING:

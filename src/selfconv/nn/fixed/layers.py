@@ -6,7 +6,7 @@ group, and attention stores ψ and β transformed by every element of the group.
 a fraction of the operators; the filters are stored |H| times.
 
 There are two forms. The native form keeps the fused kernels and holds features in channels_last; the plain
-form, for exports, consists of torch's operators alone: ``PlainAttention2d`` (``_taps.py``) for a square,
+form, for exports, consists of torch's operators alone: ``PlainAttention2d`` (``taps.py``) for a square,
 undilated window with zeros outside the image, and ``UnfoldedAttention2d``, the eager form of the operation,
 for other windows and for attention that lifts.
 """
@@ -20,16 +20,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfconv.groups import Z2, Group
-from selfconv.nn._attention import (
+from selfconv.nn._conv import GroupConv2d, LiftingConv2d
+from selfconv.nn._layout import avg_pool, check_features, fold_bias, fold_filters
+from selfconv.nn.attention.layers import (
     AffineSelfConv2d,
     LiftingSelfConv2d,
     SimpleAffineSelfConv2d,
     StandAloneSelfAttention2d,
 )
-from selfconv.nn._conv import GroupConv2d, LiftingConv2d
-from selfconv.nn._layout import avg_pool, check_features, fold_bias, fold_filters
-from selfconv.nn._local_attention import LocalAttention2d
-from selfconv.nn._taps import TapAttention2d
+from selfconv.nn.attention.local_attention import LocalAttention2d
+from selfconv.nn.fixed.taps import TapAttention2d
 from selfconv.ops import (
     Pair,
     PreparedCall,

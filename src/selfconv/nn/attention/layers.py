@@ -7,7 +7,7 @@ from torch import Tensor
 
 from selfconv.groups import Z2, Group, get_group
 from selfconv.nn._layout import check_sizes
-from selfconv.nn._local_attention import (
+from selfconv.nn.attention.local_attention import (
     AffineKind,
     AffineParameters,
     LocalAttention2d,

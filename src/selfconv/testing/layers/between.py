@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from selfconv.groups import Group, get_group
 from selfconv.testing.actions import Actions
 from selfconv.testing.errors import largest, resampling_error
-from selfconv.testing.judging import output_error
 from selfconv.testing.kinds import FeaturesOn, Kind, default_kind, fits, turned_vectors
-from selfconv.testing.layer_runs import Images, look_away, run_observed
+from selfconv.testing.layers.judging import output_error
+from selfconv.testing.layers.runs import Images, look_away, run_observed
 from selfconv.testing.leaves import as_tensor, judgeable
 from selfconv.testing.waves import Waves
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from selfconv.groups import Group, get_group
-from selfconv.nn._layout import avg_pool, check_features, check_sizes, group_conv
+from selfconv.nn._layout import avg_pool, check_features, check_sizes, draw_normal, group_conv
 from selfconv.ops import (
     PaddingMode,
     Pair,
@@ -152,11 +152,11 @@ class LocalAttention2d(nn.Module):
         std = 1 / len(self.domain) if affine_std is None else affine_std
         for name, parameter in self.named_parameters(recurse=False):
             if name.startswith("w_"):
-                nn.init.kaiming_normal_(parameter, nonlinearity="relu")
+                draw_normal(parameter, std=math.sqrt(2.0) / math.sqrt(parameter[0].numel()))
             elif name.startswith("b_"):
                 nn.init.zeros_(parameter)
             else:
-                nn.init.normal_(parameter, std=std)
+                draw_normal(parameter, std=std)
 
     def _projection_channels(self) -> int:
         """The number of rows of ``w_in``."""

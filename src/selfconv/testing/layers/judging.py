@@ -15,7 +15,8 @@ from selfconv.groups import Group
 from selfconv.testing.actions import Actions
 from selfconv.testing.errors import default_tolerance, element_error, largest, relative_error
 from selfconv.testing.kinds import Kind, default_kind, transform
-from selfconv.testing.layer_runs import (
+from selfconv.testing.layers.rounding import EXACT, MARGIN, coarsest, explore, rounding_effect
+from selfconv.testing.layers.runs import (
     END,
     FirstRun,
     Images,
@@ -27,10 +28,9 @@ from selfconv.testing.layer_runs import (
     replacing,
     run_observed,
 )
+from selfconv.testing.layers.windows import sampling
 from selfconv.testing.leaves import aligned, as_tensor, judgeable, output_kinds
-from selfconv.testing.rounding import EXACT, MARGIN, coarsest, explore, rounding_effect
 from selfconv.testing.shifts import ShiftReport, permuted, tested_shifts
-from selfconv.testing.windows import sampling
 
 BETWEEN = "its input does not transform with the image: code between the layers breaks equivariance"
 CONSTANT = "its output is the same for every image, and does not transform with it"

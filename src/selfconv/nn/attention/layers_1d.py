@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from selfconv.groups import get_group
-from selfconv.nn._attention import AffineSelfConv2d
+from selfconv.nn.attention.layers import AffineSelfConv2d
 from selfconv.ops import Pair, is_whole
 
 

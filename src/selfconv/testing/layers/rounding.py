@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from selfconv.testing.errors import default_tolerance, largest, masked
-from selfconv.testing.layer_runs import END, Images, Key, LayerCall, Stage, run_observed
+from selfconv.testing.layers.runs import END, Images, Key, LayerCall, Stage, run_observed
 from selfconv.testing.leaves import Nesting, aligned, judgeable
 
 EXACT = torch.float64

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from selfconv.train.record import BestEpoch, EpochMetrics
+from selfconv.train.files.record import BestEpoch, EpochMetrics
 
 
 @dataclass

@@ -1,0 +1,1 @@
+"""Local attention: what its layers share, and the layers."""

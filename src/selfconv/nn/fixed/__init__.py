@@ -1,0 +1,1 @@
+"""Layers with fixed, precomputed filters, for networks that are no longer trained."""

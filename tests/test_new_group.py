@@ -19,7 +19,7 @@ from selfconv.examples import Autoencoder, UNet
 from selfconv.explorer._answers import plane_names
 from selfconv.explorer._comparison import Comparison
 from selfconv.groups import GROUPS, IDENTITY, MIRROR, Group, get_group
-from selfconv.models import ResNet, export_onnx, export_program, optimize_for_inference
+from selfconv.models import ResNet, export_program, optimize_for_inference
 from selfconv.nn import (
     AffineSelfConv2d,
     GroupConv2d,
@@ -137,7 +137,6 @@ def test_an_object_needs_no_registration(group: Group, tmp_path: Path) -> None:
         "optimised": optimize_for_inference(model),
     }
     if group.turn(2) is not None:  # graphs know nothing of a group but its filters: one group is enough
-        export_onnx(model, tmp_path / "model.onnx", input_shape=(3, 8, 8))
         forms |= {
             "exported": export_program(model, input_shape=(3, 8, 8)).module(),
             "compiled": torch.compile(model, backend="aot_eager"),

@@ -347,7 +347,6 @@ def test_examples_can_be_deployed(make: Any, tmp_path: Path) -> None:
     model = make().eval()
     x = torch.randn(3, 1, 8, 8)
     forms: dict[str, Any] = {
-        "exported": export_program(model, input_shape=(1, 8, 8)).module(),
         "optimised": optimize_for_inference(model),
         "compiled": torch.compile(model, backend="aot_eager"),
         "traced": torch.jit.trace(model, x),

@@ -311,11 +311,12 @@ def operands(group: str = "z2") -> tuple[list[Tensor], Tensor, Tensor]:
 
 @pytest.mark.parametrize("group", ["z2", "p4"])
 def test_opcheck(group: str) -> None:
+    operator = torch.ops.selfconv.numba_forward.default
     features, table_k, table_v = operands(group)
-    torch.library.opcheck(numba_cpu.numba_forward, (features, table_k, table_v, 0.5, [1, 1], "zeros"))
+    torch.library.opcheck(operator, (features, table_k, table_v, 0.5, [1, 1], "zeros"))
     packed = torch.cat([f.detach() for f in features], 1).requires_grad_()
-    torch.library.opcheck(numba_cpu.numba_forward, ([packed], table_k, table_v, 0.5, [2, 1], "exclude"))
-    torch.library.opcheck(numba_cpu.numba_forward, ([packed], table_k, table_v, 0.5, [2, 1], "circular"))
+    torch.library.opcheck(operator, ([packed], table_k, table_v, 0.5, [2, 1], "exclude"))
+    torch.library.opcheck(operator, ([packed], table_k, table_v, 0.5, [2, 1], "circular"))
 
 
 def test_no_gradient_for_what_needs_none() -> None:
@@ -470,3 +471,14 @@ for change in map(int, sys.argv[1:]):
     together = [start("0") for _ in range(2)]
     assert sorted(map(hits, together)) == [["0"], ["1"]]
     assert hits(start("0", "1")) == ["1", "0"]
+
+
+def test_a_call_does_not_load_the_compiler() -> None:
+    """Forward and backward: torch._dynamo takes longer to import than torch, and serves compiled programs."""
+    program = (
+        "import sys, torch; from selfconv.nn import AffineSelfConv2d; "
+        "layer = AffineSelfConv2d(4, 4, 3, num_heads=2, group='p4', backend='numba'); "
+        "layer(torch.randn(1, 4, 4, 5, 5)).sum().backward(); "
+        "assert layer.psi_k.grad is not None; assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

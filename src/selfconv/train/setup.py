@@ -39,17 +39,16 @@ def make_accelerator(hardware: Hardware) -> Accelerator:
 def build_model(config: RunConfig, info: DataInfo) -> ResNet:
     """The network of a run, from the current random state; raises ValueError if it cannot take the images."""
     with torch.random.fork_rng(devices=[]), torch.device("meta"):  # allocates nothing, however large
-        on_meta = _create(config, info)
+        on_meta = _create(config, info).eval()
     needed, memory = sum(p.numel() * p.element_size() for p in on_meta.parameters()), machine_memory()
     if needed > memory / 2:
         raise ValueError(
             f"{config.model.name}: weights of {needed / 1e9:.1f} GB; this machine has {memory / 1e9:.1f} GB"
         )
-    model = _create(config, info).eval()
     with torch.no_grad():
         for size in {info.size, *config.recipe.all_sizes(info.size)}:
-            model(torch.empty(0, info.in_channels, size, size))  # no images: checks sizes alone
-    return model.train()
+            on_meta(torch.empty(1, info.in_channels, size, size, device="meta"))
+    return _create(config, info)
 
 
 def _create(config: RunConfig, info: DataInfo) -> ResNet:

@@ -133,7 +133,7 @@ class ShiftTest:
             if bool(leaf.any()):
                 self.rearranged = None
         elif stage == "input":
-            self.inexact[place] = leaf
+            self.inexact[place] = leaf.clone()  # a layer that returns its input replaces it
         return self.motion.moved(place, t)
 
     # ---- verdicts ----

@@ -154,6 +154,19 @@ def test_what_sizes_do_not_decide_is_not_tested() -> None:
         assert found.summary().startswith(f"no fault found at {size}x{size}; shifts: not tested in ")
 
 
+@pytest.mark.parametrize(("size", "pooled"), [(8, 3), (7, 5), (20, 6), (10, 4), (8, 12)])
+def test_pooling_to_sizes_without_a_stride_is_not_tested(size: int, pooled: int) -> None:
+    """Copies of a map may be pooled with a stride: 24 cells to 3."""
+    torch.manual_seed(0)
+    for model in (
+        seq(conv(), nn.AdaptiveAvgPool2d(pooled)),
+        Then(conv(), lambda h: F.adaptive_avg_pool2d(h, pooled), conv(4, 4, 3, padding=1)),
+    ):
+        found = audit(model, size)
+        assert found.passed, found.summary()
+        assert found.summary().startswith(f"no fault found at {size}x{size}; shifts: not tested in ")
+
+
 def halved(h: Tensor) -> Tensor:
     return F.interpolate(F.avg_pool2d(h, 2), scale_factor=2)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from selfconv.testing.shifts.objects import Objects
 SIDE = 20  # of a map with room for a layer's window
 
 Change = Callable[[Place, Tensor], Tensor]
+Result = TypeVar("Result")
 
 
 # ---- of a layer ----
@@ -44,10 +45,7 @@ def error_away_from_the_border(motion: Motion, key: Key) -> float | None:
 
     None if neither can be measured.
     """
-    try:
-        error = _interior_error(motion, key, _copies)
-    except Exception:  # it takes this size alone
-        error = None
+    error = _result(lambda: _interior_error(motion, key, _copies))
     return _centre_error(motion, key) if error is None else error
 
 
@@ -65,7 +63,11 @@ def _interior_error(motion: Motion, key: Key, copies: Callable[[Tensor], int]) -
         return None
     if any(y.dim() < 2 + axes for y in outputs.values()):
         return None
-    x = tiled(x, motion.last_axes(x), copies(x))
+    scales = {i: motion.scales.of_layer(key, at, i) for i in outputs}
+    number = copies(x)
+    if number > 1 and None in scales.values():
+        return None  # on a larger map it may be another function, as adaptive pooling is
+    x = tiled(x, motion.last_axes(x), number)
     errors = [
         _least_error(
             lambda t, i=i: call.run({at: t})[i],  # type: ignore[misc]
@@ -73,7 +75,7 @@ def _interior_error(motion: Motion, key: Key, copies: Callable[[Tensor], int]) -
             call.module,
             motion,
             (key, "output", i),
-            motion.scales.of_layer(key, at, i),
+            scales[i],
         )
         for i in outputs
     ]
@@ -83,10 +85,12 @@ def _interior_error(motion: Motion, key: Key, copies: Callable[[Tensor], int]) -
 def _least_error(
     function: Function, x: Tensor, module: nn.Module, motion: Motion, place: Place, scale: Fraction | None
 ) -> float | None:
-    """For its scale or, if that is not known, the ratio of cells that fits best; None if nothing can be
-    compared, or if all fail and the sizes leave others possible."""
+    """For its scale or, if that is not known but one size is a multiple of the other, the ratio of cells that
+    fits best; None if nothing can be compared."""
     axes, frame = motion.first.axes, largest_dilation(module)
     n, m = x.shape[-1], function(x).shape[-1]
+    if scale is None and n % m and m % n:
+        return None
     rule = sampling(module) if m < n else None
     ratios = [(scale.denominator, scale.numerator)] if scale else _ratios(n, m)
     errors = []
@@ -98,8 +102,7 @@ def _least_error(
     fitting = [error for error in errors if error <= motion.limit(*place)]
     if fitting:
         return min(fitting)
-    known = scale or n % m == 0 or m % n == 0
-    return errors[0] if errors and known and len(errors) == len(ratios) else None
+    return errors[0] if errors and len(errors) == len(ratios) else None
 
 
 def _ratios(n: int, m: int) -> list[tuple[int, int]]:
@@ -127,7 +130,11 @@ def _centre_error(motion: Motion, key: Key) -> float | None:
         return None
     copies = _copies(next(inputs[i] for i in moves))
     larger = {i: move.tiled(inputs[i], copies) for i, move in moves.items()}
-    fixed_size = not _runs(lambda: call.run(larger))
+    results = _result(lambda: call.run(larger))
+    fixed_size = results is None
+    maps = {i: y for i, y in call.tensors("output").items() if y.dim() >= 2 + motion.first.axes}
+    if results and any(y.shape[-1] > 1 and y.shape == results[i].shape for i, y in maps.items()):
+        return None  # the same
     given = {i: inputs[i] for i in moves} if fixed_size else larger
     near = not fixed_size or min(move.room(given[i]) for i, move in moves.items()) < ROOM
 
@@ -140,12 +147,11 @@ def _centre_error(motion: Motion, key: Key) -> float | None:
     return None if None in errors else largest([e for e in errors if e is not None] or [math.inf])
 
 
-def _runs(function: Callable[[], Any]) -> bool:
+def _result(function: Callable[[], Result]) -> Result | None:
     try:
-        function()
+        return function()
     except Exception:  # whatever a model raises for a size that it does not take
-        return False
-    return True
+        return None
 
 
 # ---- between the layers ----
@@ -155,7 +161,8 @@ def errors_between(motion: Motion, inexact: dict[Place, Tensor]) -> dict[Place, 
     """The errors of tensors that did not move exactly, inputs of layers and outputs of the network.
 
     An error is that at the places which the border does not influence; if there are none, that of features
-    which are zero but for one cell, far from the border. None if the border may be too near to tell.
+    which are zero but for one cell, far from the border. None if the border may be too near to tell, or if no
+    stride follows from the sizes.
     """
     if not inexact:
         return {}
@@ -172,6 +179,8 @@ def errors_between(motion: Motion, inexact: dict[Place, Tensor]) -> dict[Place, 
     any_size = motion.scales.any_size
 
     def error(place: Place, after: Tensor) -> float | None:
+        if not motion.has_stride(place):
+            return None
         inside = motion.error_inside(place, after, disturbed)
         if inside is not None:
             return inside

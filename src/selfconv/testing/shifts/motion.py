@@ -103,6 +103,16 @@ class Motion:
         chosen = sorted({*cells, max(1, round(likely))}, key=lambda c: abs(c - likely))
         return [replace(move, cells=c) for c in chosen]
 
+    def has_stride(self, place: Place) -> bool:
+        """Whether it is known by how many cells a tensor moves: from how sizes grow, or since its size is a
+        multiple or a divisor of one for which they tell. Not so for 17 cells that are pooled to 7."""
+        move = self.moves[place]
+        if not self.scales.any_size or move is None or not move.axes or self._scale(place, move):
+            return True
+        n = self.first.tensor(place).shape[move.axes[-1]]
+        n = math.isqrt(n) if move.flat else n
+        return any(n % side == 0 or side % n == 0 for side in self.scales.known_sides)
+
     def note(self, place: Place, after: Tensor) -> float:
         """Notes how a tensor moved, or most likely did if the error, which it returns, is too large."""
         self.moves[place], error = self._found(place, after)

@@ -50,6 +50,9 @@ class Scales:
             found, complete = self._run_on_larger(times * self._more)
             self._sizes.append(found)
             self.any_size &= complete
+        self.known_sides = {self.side} | {
+            t.shape[-1] for place, t in self._maps() if self.known(place, _last(t, first.axes))
+        }
 
     def known(self, place: Place, axes: tuple[int, ...], *, flat: bool = False) -> Fraction | None:
         """That of a tensor with places along these axes; None if its sizes do not follow the input's.

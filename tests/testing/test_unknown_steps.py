@@ -88,6 +88,18 @@ CORRECT: dict[str, tuple[Callable[[], nn.Module], int, dict[str, Any]]] = {
     "unflattened": (
         lambda: seq(nn.Conv1d(3, 4, 3, padding=1), lambda h: h.unflatten(-1, (-1, 2)).mean(-1)), 24, SEQUENCE
     ),
+    "a stride of columns": (lambda: seq(conv(3, 4, 3, stride=(1, 2), padding=1)), 16, {}),
+    "a stride of rows": (lambda: seq(conv(3, 4, 3, stride=(2, 1), padding=1)), 16, {}),
+    "pairs of columns": (lambda: seq(conv(), nn.MaxPool2d((1, 2)), conv(4, 4, 3, padding=1)), 16, {}),
+    "pairs of columns between": (
+        lambda: Then(conv(), lambda h: F.max_pool2d(h, (1, 2)), conv(4, 4, 3, padding=1)), 16, {}
+    ),
+    "columns twice": (
+        lambda: seq(conv(), nn.Upsample(scale_factor=(1, 2)), conv(4, 4, 3, padding=1)), 16, {}
+    ),
+    "columns twice, transposed": (
+        lambda: seq(conv(), nn.ConvTranspose2d(4, 4, (1, 2), (1, 2)), conv(4, 4, 3, padding=1)), 16, {}
+    ),
     "odd": (lambda: Then(conv(), lambda h: F.max_pool2d(h, 2), conv(4, 4, 3, padding=1)), 17, {}),
     "odd in a layer": (lambda: seq(conv(), lambda h: F.max_pool2d(h, 2), conv(4, 4, 3, padding=1)), 17, {}),
 }  # fmt: skip
@@ -184,9 +196,17 @@ def test_a_step_that_sizes_do_not_show_is_not_tested() -> None:
     [
         lambda h: h + torch.arange(h.shape[-1]),
         lambda h: h[..., ::2, ::2] * (1 + ring(8)),
+        lambda h: h[..., ::2] * (1 + torch.arange(8)),
+        lambda h: h[..., ::2] * (1 + torch.arange(16)[:, None]),
         lambda h: torch.where(torch.arange(16) < 8, h, 0.0),
     ],
-    ids=["ramp", "after a step", "half of it zero"],
+    ids=[
+        "ramp",
+        "after a step",
+        "after a step of columns",
+        "rows after a step of columns",
+        "half of it zero",
+    ],
 )
 def test_positions_are_found_beside_steps_and_padding(function: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)

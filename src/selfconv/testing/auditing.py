@@ -171,9 +171,10 @@ def audit(
     tolerance: float = 1e-8,
     between: float | None = None,
 ) -> Audit:
-    """Tests each layer of a network separately, under every element of the group and a shift, in float64.
+    """Tests each layer of a network separately, under every element of the group and shifts, in float64.
 
-    The network runs on a random image, then on the image transformed. In the second run every layer receives
+    The network runs on a random image, then on the image transformed: by the elements, shifted down, and
+    shifted to the right. In these runs every layer receives
     its input of the first run, exactly transformed, and its output is replaced by its output of the first
     run, exactly transformed. So neither rounding nor a fault reaches the next layer, and every broken layer
     is found.
@@ -394,12 +395,11 @@ def symmetric_sizes(
             calls, _ = record(model, images(n)[0])
         except Exception:  # too small for the network, for example
             return False
-        rules = [(sampling(call.module), call.only_input()) for call in calls.values()]
         return all(
-            (side + 2 * rule[2] - rule[0]) % rule[1] == 0
-            for rule, given in rules
-            if rule and given
-            for side in given[1].shape[-axes:]
+            (given[1].shape[axis] + 2 * rule[2] - rule[0]) % rule[1] == 0
+            for call in calls.values()
+            for axis in range(-axes, 0)
+            if (given := call.only_input()) and (rule := sampling(call.module, axis))
         )
 
     near = sorted(range(max(1, size - 8), size + 9), key=lambda n: abs(n - size))

@@ -296,14 +296,16 @@ def output_error(
 
 def _off_centre(call: LayerCall, actions: Actions, tolerance: float) -> str | None:
     """How a layer samples off centre, if that is all that keeps it from being equivariant."""
-    rule, given, axes = sampling(call.module), call.only_input(), actions.axes
-    if rule is None or given is None or given[1].dim() < 2 + axes:
+    given, axes = call.only_input(), actions.axes
+    if given is None or given[1].dim() < 2 + axes:
         return None
-    (i, x), (k, stride, padding) = given, rule
+    i, x = given
     sides = x.shape[-axes:]
-    left = [(n + 2 * padding - k) % stride for n in sides]
+    rules = [sampling(call.module, axis) or (1, 1, 0) for axis in range(-axes, 0)]
+    left = [(n + 2 * padding - k) % stride for n, (k, stride, padding) in zip(sides, rules, strict=True)]
     if not any(left) or min(sides) <= max(left):
         return None
+    k, stride, padding = rules[left.index(max(left))]
     cut: list[Any] = [slice(n - more) for n, more in zip(sides, left, strict=True)]
     if not _error(call, i, x[(..., *cut)], actions) <= tolerance:
         return None
@@ -312,7 +314,7 @@ def _off_centre(call: LayerCall, actions: Actions, tolerance: float) -> str | No
     what = "row and column" if axes == 2 else "position"
     return (
         f"stride {stride} on an {parity}-sized {where}: with window {k} and padding {padding}, "
-        f"{left[0]} {what} too many on one side, so that it samples off centre"
+        f"{max(left)} {what} too many on one side, so that it samples off centre"
     )
 
 

@@ -20,7 +20,15 @@ from selfconv.testing.kinds import FeaturesOn, Kind, check_kinds, is_sequence
 from selfconv.testing.layers.between import between_error, smooth_input
 from selfconv.testing.layers.judging import Excess, Judge, judged, output_error, turned
 from selfconv.testing.layers.rounding import coarsest
-from selfconv.testing.layers.runs import END, Images, look_away, record, run_observed
+from selfconv.testing.layers.runs import (
+    END,
+    Images,
+    first_line,
+    look_away,
+    record,
+    refused_in_one_line,
+    run_observed,
+)
 from selfconv.testing.layers.windows import sampling
 from selfconv.testing.leaves import judgeable, same
 
@@ -160,6 +168,7 @@ def _shown(error: float | None) -> str:
 
 
 @torch.no_grad()
+@refused_in_one_line()
 def audit(
     model: nn.Module,
     input_size: int,
@@ -257,7 +266,7 @@ def audit(
         given_as = [f"{list(t.shape)} ({kind!r})" for t, kind in zip(x, of_input, strict=True)]
         raise ValueError(
             f"the model cannot be audited, in float64, on inputs of shape {_listed(given_as)}: "
-            + (str(refusal).partition("\n")[0] or type(refusal).__name__)
+            + first_line(refusal)
             + (f"; sizes that it takes: {_listed(sizes)}" if sizes else "")
         ) from refusal
     check_output(judgeable(recorded[1]))

@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 
 def interior_error(motion: Motion, key: Key) -> float | None:
     """A layer's ``shift_error``: at places that the border does not influence. None if there are none."""
-    return _interior_error(motion, key, lambda x: 1)
+    return _result(lambda: _interior_error(motion, key, lambda x: 1))
 
 
 def error_away_from_the_border(motion: Motion, key: Key) -> float | None:
@@ -164,7 +164,7 @@ def _centre_error(motion: Motion, key: Key) -> float | None:
 def _result(function: Callable[[], Result]) -> Result | None:
     try:
         return function()
-    except Exception:  # whatever a model raises for a size that it does not take
+    except Exception:  # whatever a model raises for a size that it does not take, or for NaN
         return None
 
 
@@ -183,10 +183,15 @@ def errors_between(
     if not inexact:
         return []
     dilation = largest_dilation(motion.first.model)
-    disturbed = [
-        _replay(motion, lambda place, t: torch.where(motion.border(place, t, dilation), t + 1, t)),
-        _replay(motion, lambda place, t: t.masked_fill(motion.border(place, t, dilation), math.nan)),
-    ]
+
+    def other_border(place: Place, t: Tensor) -> Tensor:
+        return torch.where(motion.border(place, t, dilation), t + 1, t)
+
+    def no_border(place: Place, t: Tensor) -> Tensor:
+        return t.masked_fill(motion.border(place, t, dilation), math.nan)
+
+    changes = (other_border, no_border)
+    disturbed = [_result(lambda change=change: _replay(motion, change)) or {} for change in changes]  # type: ignore[misc]
     objects = Objects(
         motion,
         motion.maps(),

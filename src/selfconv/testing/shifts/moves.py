@@ -128,6 +128,8 @@ def permuted(a: Tensor, b: Tensor) -> float:
 
 def typical_error(a: Tensor, b: Tensor) -> float:
     """The median of the differences, which the border of a large map does not affect."""
+    if a.dtype == torch.bool:
+        a, b = a.double(), b.double()
     size, error = b.abs().amax().item(), (a - b).abs().double().median().item()
     return error / size if size else error
 

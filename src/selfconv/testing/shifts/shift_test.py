@@ -58,7 +58,7 @@ def tested_shifts(first: FirstRun, limit: Limit) -> ShiftReport:
 
 
 class ShiftTest:
-    """Runs a network on an image shifted down, and on the same image shifted to the right, of which all shifts
+    """Runs a network on an image shifted down, and on the image shifted to the right, of which all shifts
     consist, and gives each layer its input of the first run, shifted.
 
     A layer's output is replaced by its output of the first run, shifted as in a map that repeats; so what is

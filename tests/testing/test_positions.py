@@ -94,6 +94,8 @@ def difference(x: Tensor) -> Tensor:
 
 
 class Between(nn.Module):
+    """A function between two layers."""
+
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.first, self.function = nn.Conv2d(3, 4, 3, padding=1), function

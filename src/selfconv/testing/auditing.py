@@ -97,7 +97,27 @@ class Audit:
         measured = self.excess.get(self.culprit or "")
         excess = f" ({measured})" if measured and math.isfinite(measured.error) else ""
         advice = f"; sizes that would work: {_listed(self.sizes)}" if self.sizes else ""
-        return f"not equivariant to {what} {where}: {self.culprit}: {self.reason}{excess}{advice}"
+        whole = self._of_the_whole()
+        claim = "not every layer is equivariant" if whole else "not equivariant"
+        return f"{claim} to {what} {where}: {self.culprit}: {self.reason}{excess}{advice}{whole}"
+
+    def _of_the_whole(self) -> str:
+        """That the output is equivariant although a layer is not, where it is."""
+        if not (self._exact and self.error <= self._rounding) or END[0][0] in (
+            self.culprit,
+            *self.uncompared,
+        ):
+            return ""
+        return (
+            f"; the output is equivariant to {self._tested()[0]} on this input (error {self.error:.1e}): if "
+            "layers are combined on purpose, as in an average over turned copies, equivariance_error "
+            "measures the whole"
+        )
+
+    @property
+    def _rounding(self) -> float:
+        """The largest error of the output that counts as rounding of one layer."""
+        return max([self.tolerance, *map(default_tolerance, self.rounded.values())])
 
     def _tested(self) -> list[str]:
         """What of the group was tested."""
@@ -123,7 +143,7 @@ class Audit:
             text += f"; shifts: not tested in {_some(self.untested)}"
         elif not self.shifted:
             text += "; shifts: not tested, no map is large enough"
-        if self.error > max([self.tolerance, *map(default_tolerance, self.rounded.values())]):
+        if self.error > self._rounding:
             worst = max((max(layer.input_error, layer.error) for layer in self.layers), default=0.0)
             grows = "" if self.rounded else "accumulated rounding: "
             text += f", {grows}each layer by itself is within {worst:.1e}"

@@ -216,12 +216,12 @@ def test_inspection_shows_the_window(mode: Any) -> None:
             lambda: Bottleneck(8, 4, 2, spatial=lambda c, _: nn.Conv2d(c, c, 1))(torch.zeros(1, 8, 6, 6)),
             r"Bottleneck expects a spatial layer with an output of \[3, 3\] cells, .*; got \[6, 6\]",
         ),
-        (lambda: Bottleneck(8, 4, spatial=lambda *_: None), "spatial: expected a function .*; got None"),  # type: ignore[arg-type,return-value]
+        (lambda: Bottleneck(8, 4, spatial=lambda *_: None), "spatial: expected a function .*; got None"),  # type: ignore[arg-type]
         (lambda: ConvNorm(None, 4), "ConvNorm: conv: expected an nn.Module; got None"),  # type: ignore[arg-type]
         (lambda: AffineSelfConv2d(8, 8, dtype=torch.int64), "dtype: expected one of floating-.*torch.int64"),
         (lambda: GroupConv2d(8, 8, 3, dtype=torch.int64), "dtype: expected one of floating-.*torch.int64"),
         (lambda: GroupConv2d(8, 8, 3, bias="a"), "GroupConv2d: bias: expected True or False; got 'a'"),  # type: ignore[arg-type]
-        (lambda: AffineSelfConv2d(8, 8, qkv_bias=2), "qkv_bias: expected True or False; got 2"),
+        (lambda: AffineSelfConv2d(8, 8, qkv_bias=2), "qkv_bias: expected True or False; got 2"),  # type: ignore[arg-type]
         (lambda: Autoencoder(1)(torch.zeros(1, 1, 30, 30)), "expects sides that are multiples of 4"),
         (lambda: Group("a", (IDENTITY, (1, 2))), "group 'a': expected 2×2 matrices; got"),  # type: ignore[arg-type]
         (lambda: AffineSelfConv1d(8, 8, (3, 3)), r"kernel_size: expected one odd integer ≥ 1; got \(3, 3\)"),  # type: ignore[arg-type]

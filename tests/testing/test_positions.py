@@ -110,7 +110,7 @@ class Inside(Between):
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__(nn.ReLU())
-        self.function.forward = function  # type: ignore[union-attr]
+        self.function.forward = function  # type: ignore[attr-defined]
 
 
 DIAGONAL: dict[str, Callable[[Tensor], Tensor]] = {

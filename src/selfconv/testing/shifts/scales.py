@@ -85,8 +85,8 @@ class Scales:
         if given and result:
             return tuple(b / a for a, b in zip(given, result, strict=True))
         if (key, i) not in self._ratios:
-            sides = [call.leaves[stage][j].shape for stage, j in (("input", at), ("output", i))]
-            stated = [stated_scale(call.module, *(s[axis] for s in sides), axis) for axis in range(-axes, 0)]
+            n, m = call.leaves["input"][at].shape, call.leaves["output"][i].shape
+            stated = [stated_scale(call.module, n[axis], m[axis], axis) for axis in range(-axes, 0)]
             known = tuple(scale for scale in stated if scale)
             self._ratios[key, i] = known if len(known) == axes else self._measured(call, at, i)
         return self._ratios[key, i]

@@ -20,6 +20,7 @@ from selfconv.nn import (
     AffineSelfConv1d,
     AffineSelfConv2d,
     Bottleneck,
+    ConvNorm,
     GroupBatchNorm,
     GroupConv2d,
     GroupLayerNorm,
@@ -209,11 +210,18 @@ def test_inspection_shows_the_window(mode: Any) -> None:
         (lambda: AffineSelfConv1d(8, 8, 1, group="p4"), "AffineSelfConv1d: group 'p4' turns rows into"),
         (lambda: LiftingConv2d(8, 8, 1, group="p4")(torch.zeros(1, 8, 4, 3, 3)), "lifts planar .* 'p4'"),
         (lambda: UNet(1, 2, (4, 8, 16))(torch.zeros(1, 1, 6, 6)), "UNet expects .*multiples of 4"),
-        (lambda: UNet(3, 2, ()), r"UNet expects one width or more; got widths=\(\)"),
+        (lambda: UNet(3, 2, ()), r"UNet expects one width and one class or more; got widths=\(\)"),
+        (lambda: UNet(3, 0), r"UNet expects one width and one class or more; got widths=.*, num_classes=0"),
         (
             lambda: Bottleneck(8, 4, 2, spatial=lambda c, _: nn.Conv2d(c, c, 1))(torch.zeros(1, 8, 6, 6)),
             r"Bottleneck expects a spatial layer with an output of \[3, 3\] cells, .*; got \[6, 6\]",
         ),
+        (lambda: Bottleneck(8, 4, spatial=lambda *_: None), "spatial: expected a function .*; got None"),  # type: ignore[arg-type]
+        (lambda: ConvNorm(None, 4), "ConvNorm: conv: expected an nn.Module; got None"),  # type: ignore[arg-type]
+        (lambda: AffineSelfConv2d(8, 8, dtype=torch.int64), "dtype: expected one of floating-.*torch.int64"),
+        (lambda: GroupConv2d(8, 8, 3, dtype=torch.int64), "dtype: expected one of floating-.*torch.int64"),
+        (lambda: GroupConv2d(8, 8, 3, bias="a"), "GroupConv2d: bias: expected True or False; got 'a'"),  # type: ignore[arg-type]
+        (lambda: AffineSelfConv2d(8, 8, qkv_bias=2), "qkv_bias: expected True or False; got 2"),  # type: ignore[arg-type]
         (lambda: Autoencoder(1)(torch.zeros(1, 1, 30, 30)), "expects sides that are multiples of 4"),
         (lambda: Group("a", (IDENTITY, (1, 2))), "group 'a': expected 2×2 matrices; got"),  # type: ignore[arg-type]
         (lambda: AffineSelfConv1d(8, 8, (3, 3)), r"kernel_size: expected one odd integer ≥ 1; got \(3, 3\)"),  # type: ignore[arg-type]
@@ -241,6 +249,13 @@ def test_arguments_of_the_wrong_type_are_refused() -> None:
         concatenate([x, x])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"got torch.int64 of shape \[1, 4, 5\]"):
         AffineSelfConv1d(4, 4, num_heads=2)(torch.zeros(1, 4, 5, dtype=torch.int64))
+    for model, given, kind in ((UNet(3, 2), "a", "str"), (Autoencoder(3), [1], "list")):
+        with pytest.raises(TypeError, match=f"LiftingSelfConv2d expects a torch.Tensor; got {kind}"):
+            model(given)
+    with pytest.raises(
+        TypeError, match=r"expects dense features; got torch.sparse_coo of shape \[1, 2, 3, 3\]"
+    ):
+        GroupConv2d(2, 4, 3)(x.to_sparse())
     with pytest.raises(TypeError, match="name of a group: expected a string; got 1"):
         Group(1, (IDENTITY,))  # type: ignore[arg-type]
 

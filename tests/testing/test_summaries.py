@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch import Tensor, nn
 
 from selfconv.nn import GroupConv2d, LiftingConv2d
-from selfconv.testing import audit
+from selfconv.testing import audit, equivariance_error
 
 
 class Tilt(nn.Module):
@@ -72,3 +75,77 @@ def test_parameters_in_a_lower_precision_are_named() -> None:
             assert audit(conv, 8, "p4", tolerance=1e-6).passed
     tilted = nn.Conv2d(3, 4, 3, padding=1)
     assert "its filters do not turn with the image" in audit(tilted, 8, "p4").summary()
+
+
+class Average(nn.Module):
+    """Of a network that is not equivariant, over turned copies of the image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = [self.net(x.rot90(k, (-2, -1))).rot90(-k, (-2, -1)) for k in range(4)]
+        return torch.stack(turned).sum(0)
+
+
+class Orbit(Average):
+    """The turned copies in the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.net(torch.cat([x.rot90(k, (-2, -1)) for k in range(4)])).mean((-1, -2))
+        return y.unflatten(0, (4, -1)).mean(0)
+
+
+class Gates(nn.Module):
+    """One layer for the means of rows and of columns, which a turn exchanges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.gate(x.mean(-1, keepdim=True)) + self.gate(x.mean(-2, keepdim=True)))
+
+
+class HiddenBranch(nn.Module):
+    """A broken branch times a parameter that is zero at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift, self.gamma = LiftingConv2d(3, 4, 3, padding=1, group="p4"), nn.Parameter(torch.zeros(1))
+        self.broken = Tilt(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.lift(x)
+        return h + self.gamma * self.broken(h)
+
+
+@pytest.mark.parametrize("make", [Average, Orbit, Gates, HiddenBranch])
+def test_an_output_that_is_equivariant_although_layers_are_not(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = make()
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    assert max(equivariance_error(model.double(), x, "p4")) < 1e-14
+    found = audit(model, 8, "p4", in_channels=3)
+    assert not found.passed  # the output alone proves nothing
+    assert found.summary().startswith("not every layer is equivariant to p4 and shifts at 8x8: ")
+    assert f"; the output is equivariant to p4 on this input (error {found.error:.1e}): " in found.summary()
+    assert found.summary().endswith("equivariance_error measures the whole")
+
+
+def test_an_output_that_is_not_equivariant() -> None:
+    torch.manual_seed(0)
+    for model in (nn.Conv2d(3, 4, 3, padding=1), After()):
+        found = audit(model, 8, "p4", in_channels=3)
+        assert found.summary().startswith("not equivariant to p4 and shifts at 8x8: ")
+        assert "the output is equivariant" not in found.summary()
+
+
+def test_float64_is_not_blamed_on_the_dtype_of_the_parameters() -> None:
+    torch.manual_seed(0)
+    found = audit(LiftingConv2d(3, 4, 3, padding=1, group="p4"), 8, tolerance=0)
+    assert (
+        "the model: it is computed in float64, and an error of this size may be rounding" in found.summary()
+    )
+    assert "which tolerance=2e-15 allows" in found.summary()

@@ -88,6 +88,18 @@ CORRECT: dict[str, tuple[Callable[[], nn.Module], int, dict[str, Any]]] = {
     "unflattened": (
         lambda: seq(nn.Conv1d(3, 4, 3, padding=1), lambda h: h.unflatten(-1, (-1, 2)).mean(-1)), 24, SEQUENCE
     ),
+    "a stride of columns": (lambda: seq(conv(3, 4, 3, stride=(1, 2), padding=1)), 16, {}),
+    "a stride of rows": (lambda: seq(conv(3, 4, 3, stride=(2, 1), padding=1)), 16, {}),
+    "pairs of columns": (lambda: seq(conv(), nn.MaxPool2d((1, 2)), conv(4, 4, 3, padding=1)), 16, {}),
+    "pairs of columns between": (
+        lambda: Then(conv(), lambda h: F.max_pool2d(h, (1, 2)), conv(4, 4, 3, padding=1)), 16, {}
+    ),
+    "columns twice": (
+        lambda: seq(conv(), nn.Upsample(scale_factor=(1, 2)), conv(4, 4, 3, padding=1)), 16, {}
+    ),
+    "columns twice, transposed": (
+        lambda: seq(conv(), nn.ConvTranspose2d(4, 4, (1, 2), (1, 2)), conv(4, 4, 3, padding=1)), 16, {}
+    ),
     "odd": (lambda: Then(conv(), lambda h: F.max_pool2d(h, 2), conv(4, 4, 3, padding=1)), 17, {}),
     "odd in a layer": (lambda: seq(conv(), lambda h: F.max_pool2d(h, 2), conv(4, 4, 3, padding=1)), 17, {}),
 }  # fmt: skip
@@ -154,6 +166,19 @@ def test_what_sizes_do_not_decide_is_not_tested() -> None:
         assert found.summary().startswith(f"no fault found at {size}x{size}; shifts: not tested in ")
 
 
+@pytest.mark.parametrize(("size", "pooled"), [(8, 3), (7, 5), (20, 6), (10, 4), (8, 12)])
+def test_pooling_to_sizes_without_a_stride_is_not_tested(size: int, pooled: int) -> None:
+    """Copies of a map may be pooled with a stride: 24 cells to 3."""
+    torch.manual_seed(0)
+    for model in (
+        seq(conv(), nn.AdaptiveAvgPool2d(pooled)),
+        Then(conv(), lambda h: F.adaptive_avg_pool2d(h, pooled), conv(4, 4, 3, padding=1)),
+    ):
+        found = audit(model, size)
+        assert found.passed, found.summary()
+        assert found.summary().startswith(f"no fault found at {size}x{size}; shifts: not tested in ")
+
+
 def halved(h: Tensor) -> Tensor:
     return F.interpolate(F.avg_pool2d(h, 2), scale_factor=2)
 
@@ -171,9 +196,17 @@ def test_a_step_that_sizes_do_not_show_is_not_tested() -> None:
     [
         lambda h: h + torch.arange(h.shape[-1]),
         lambda h: h[..., ::2, ::2] * (1 + ring(8)),
+        lambda h: h[..., ::2] * (1 + torch.arange(8)),
+        lambda h: h[..., ::2] * (1 + torch.arange(16)[:, None]),
         lambda h: torch.where(torch.arange(16) < 8, h, 0.0),
     ],
-    ids=["ramp", "after a step", "half of it zero"],
+    ids=[
+        "ramp",
+        "after a step",
+        "after a step of columns",
+        "rows after a step of columns",
+        "half of it zero",
+    ],
 )
 def test_positions_are_found_beside_steps_and_padding(function: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)

@@ -48,6 +48,6 @@ class Autoencoder(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        if any(side % self.cell for side in x.shape[-2:]):
+        if isinstance(x, Tensor) and any(side % self.cell for side in x.shape[-2:]):
             raise ValueError(f"Autoencoder expects sides that are multiples of 4; got {list(x.shape)}")
         return self.decoder(self.encoder(x))

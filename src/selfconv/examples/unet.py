@@ -36,8 +36,8 @@ class UNet(nn.Module):
             attention = layer(channels, width, kernel_size, num_heads=4, padding_mode="exclude", group=group)
             return nn.Sequential(attention, GroupBatchNorm(width, group=group), nn.ReLU())
 
-        if not widths:
-            raise ValueError(f"UNet expects one width or more; got widths={widths!r}")
+        if not widths or num_classes < 1:
+            raise ValueError(f"UNet expects one width and one class or more; got {widths=}, {num_classes=}")
         first, *rest = widths
         self.cell = 2 ** len(rest)
         self.lift = block(in_channels, first, LiftingSelfConv2d)
@@ -48,7 +48,7 @@ class UNet(nn.Module):
         self.head = nn.Sequential(GroupPool("mean", group=group), nn.Conv2d(first, num_classes, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        if any(side % self.cell for side in x.shape[-2:]):
+        if isinstance(x, Tensor) and any(side % self.cell for side in x.shape[-2:]):
             raise ValueError(f"UNet expects sides that are multiples of {self.cell}; got {list(x.shape)}")
         maps = [self.lift(x)]  # [N, width, |H|, h, w], then half the sides at each level
         for down in self.down:

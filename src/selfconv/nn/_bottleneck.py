@@ -34,6 +34,7 @@ class ConvNorm(nn.Sequential):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        _check_layer("ConvNorm: conv: expected an nn.Module", conv)
         self.conv = conv
         self.norm = GroupBatchNorm(channels, group=group, device=device, dtype=dtype)
 
@@ -85,7 +86,9 @@ class Bottleneck(nn.Module):
 
         spatial = partial(_self_conv, self.group) if spatial is None else spatial
         self.reduce = pointwise(in_channels, width)
-        self.spatial = norm(spatial(width, stride).to(**factory), width)
+        layer = spatial(width, stride)
+        _check_layer("Bottleneck: spatial: expected a function that returns an nn.Module", layer)
+        self.spatial = norm(layer.to(**factory), width)
         self.expand = pointwise(width, self.out_channels)
         self.se: nn.Module = nn.Identity()
         if squeeze_excite:
@@ -107,6 +110,11 @@ class Bottleneck(nn.Module):
                 f"stride={self.stride} of the shortcut gives; got {list(y.shape[-2:])}"
             )
         return F.relu(y + shortcut)
+
+
+def _check_layer(expected: str, layer: object) -> None:
+    if not isinstance(layer, nn.Module):
+        raise ValueError(f"{expected}; got {layer!r}")
 
 
 def _self_conv(group: Group, width: int, stride: int) -> nn.Module:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from selfconv.groups import Z2, Group, get_group
-from selfconv.nn._layout import avg_pool, check_features, check_sizes, draw_normal, group_conv
+from selfconv.nn._layout import avg_pool, check_features, check_options, check_sizes, draw_normal, group_conv
 
 Downsample = Literal["stride", "pool"]
 
@@ -39,6 +39,7 @@ class _SteeredConv2d(nn.Module):
             kernel_size=kernel_size,
             stride=stride,
         )
+        check_options(type(self).__name__, dtype, bias=bias)
         if downsample not in ("stride", "pool"):
             raise ValueError(f"downsample: expected 'stride' or 'pool'; got {downsample!r}")
         if padding == "same":

@@ -31,6 +31,14 @@ def check_sizes(module: str, **sizes: int) -> None:
         raise ValueError(f"{module}: expected sizes that are integers ≥ 1; got {given}")
 
 
+def check_options(module: str, dtype: torch.dtype | None, **switches: bool) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"{module}: dtype: expected one of floating-point numbers; got {dtype!r}")
+    for name, switch in switches.items():
+        if switch not in (True, False):
+            raise ValueError(f"{module}: {name}: expected True or False; got {switch!r}")
+
+
 def check_eps(module: str, eps: float) -> None:
     if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps < math.inf:
         raise ValueError(f"{module}: eps: expected a finite number of 0 or more; got {eps!r}")
@@ -58,6 +66,8 @@ def check_features(
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"{module} expects a torch.Tensor; got {type(x).__name__}")
+    if x.layout != torch.strided:
+        raise TypeError(f"{module} expects dense features; got {x.layout} of shape {list(x.shape)}")
     planar = len(group) == 1
     fits = x.dim() == (4 if planar else 5) and (planar or x.shape[2] == len(group))
     if not fits or (channels is not None and x.shape[1] != channels):

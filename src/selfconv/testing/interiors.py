@@ -17,7 +17,7 @@ from selfconv.testing.checks import (
     check_whole,
     shapes_of,
 )
-from selfconv.testing.errors import Function, relative_error
+from selfconv.testing.errors import Function, largest, relative_error
 from selfconv.testing.layers.windows import largest_dilation
 
 
@@ -31,7 +31,10 @@ def shift_error(
     *,
     axes: int = 2,
 ) -> float | None:
-    """The error when x is shifted by ``shift`` cells down and right, for outputs independent of the border.
+    """The error when x is shifted by ``shift`` cells, for outputs independent of the border.
+
+    x is shifted down, and to the right: a function that commutes with both shifts does so with shifts in all
+    directions. The larger error counts.
 
     Padding makes the border different from the interior, so only outputs that do not depend on it are
     compared. They are found by changing the border and observing which outputs change, and with a border of
@@ -45,7 +48,7 @@ def shift_error(
         frame: how many rows and columns at the border are changed. A window that reaches over the border must
             meet them, so it has to be as large as the largest dilation, on maps that were downsampled times
             the stride. By default that of the module's layers.
-        axes: the number of trailing spatial axes: 2 of maps, 1 of sequences, which shift to the right.
+        axes: the number of trailing spatial axes: 2 of maps, 1 of sequences, which shift to the right alone.
 
     Raises:
         ValueError: also where nothing would be compared: the shift does not change x, or the output does not
@@ -67,40 +70,55 @@ def shift_error(
     y = check_mapped(module(x.clone()), axes)
     if bool(y.isnan().any()):
         return math.nan
-    if torch.equal(x, x.roll((shift,) * axes, tuple(range(-axes, 0)))):
+    if all(torch.equal(x, x.roll(shift, axis)) for axis in range(-axes, 0)):
         raise ValueError(f"x: expected values that the shift changes; got shape {shapes_of([x])}")
-    error = interior_error(module, x, shift, shift // stride, frame, axes)
+    error = interior_error(module, x, y, (shift,) * axes, (shift // stride,) * axes, frame)
     if not error:
         check_dependent(module, [x], [None], [y])
     return error
 
 
 def interior_error(
-    module: Function, x: Tensor, given: int, moved: int, frame: int, axes: int
+    module: Function,
+    x: Tensor,
+    y: Tensor,
+    given: tuple[int, ...],
+    moved: tuple[int, ...],
+    frame: int,
+    *,
+    transposed: bool = False,
 ) -> float | None:
-    """The error at the outputs that do not depend on the border; None if there are none.
+    """The largest error of a shift along one axis, at the outputs that do not depend on the border; None if
+    there are none.
 
     Args:
-        given, moved: by how many cells x is shifted, and its output should be.
+        y: the output for x.
+        given, moved: by how many cells along each axis x is shifted, and its output should be.
+        transposed: whether rows of x are columns of the output.
     """
-    y = module(x.clone())
-    places = tuple(range(-axes, 0))
+    axes = len(given)
     border = torch.ones_like(x[0, 0], dtype=torch.bool)
-    inner: list[Any] = [slice(frame, max(frame, n - frame - given)) for n in x.shape[-axes:]]
+    sides = zip(x.shape[-axes:], given, strict=True)
+    inner: list[Any] = [slice(frame, max(frame, n - frame - cells)) for n, cells in sides]
     border[(..., *inner)] = False
     interior = torch.ones(y.shape[-axes:], dtype=torch.bool, device=y.device)
     for disturbed in (torch.where(border, x + 1, x), x.masked_fill(border, math.nan)):
         interior &= (module(disturbed) == y).flatten(0, -axes - 1).all(0)  # [h, w] or [L]
         if not interior.any():  # before NaN comes near the statistics of a batch norm in training
             return None
-    interior = _enclosed(interior).roll((moved,) * axes, places)
+    interior = _enclosed(interior)
+    errors = []
     for axis in range(axes):
-        interior.narrow(axis, 0, min(moved, interior.shape[axis])).fill_(False)  # came from the other side
-    if not interior.any():
-        return None
-    after, expected = module(x.roll((given,) * axes, places)), y.roll((moved,) * axes, places)
-    after, expected = after[..., interior], expected[..., interior]
-    return relative_error(after, expected) if bool(after.any() or expected.any()) else None
+        of_output = axes - 1 - axis if transposed else axis
+        cells = moved[of_output]
+        inside = interior.roll(cells, of_output)
+        inside.narrow(of_output, 0, min(cells, inside.shape[of_output])).fill_(False)  # from the other side
+        if not inside.any():
+            return None
+        after, expected = module(x.roll(given[axis], axis - axes)), y.roll(cells, of_output - axes)
+        after, expected = after[..., inside], expected[..., inside]
+        errors += [relative_error(after, expected)] if bool(after.any() or expected.any()) else []
+    return largest(errors) if len(errors) == axes else None
 
 
 def _enclosed(interior: Tensor) -> Tensor:

@@ -79,6 +79,8 @@ def judgeable(leaves: Sequence[Any]) -> list[Any]:
             f"{type(hidden[0]).__name__}, whose values would not be compared"
         )
     check_dense(leaves)
+    if any(isinstance(leaf, Tensor) and leaf.is_quantized for leaf in leaves):
+        raise ValueError("expected tensors of numbers; got a quantized one")
     if not any(isinstance(leaves[i], Tensor) for i in found):
         kinds = ", ".join(type(leaf).__name__ for leaf in leaves)
         raise ValueError(f"expected a model that returns a tensor to compare; got {kinds or 'nothing'}")
@@ -87,6 +89,8 @@ def judgeable(leaves: Sequence[Any]) -> list[Any]:
 
 
 def check_dense(leaves: Sequence[Any]) -> None:
+    if any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in leaves):
+        raise ValueError("expected dense tensors; got a nested one")
     layouts = [leaf.layout for leaf in leaves if isinstance(leaf, Tensor)]
     other = [layout for layout in layouts if layout not in (torch.strided, torch._mkldnn)]  # type: ignore[attr-defined]
     if other:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from selfconv.groups import Group, get_group
-from selfconv.nn._layout import avg_pool, check_features, check_sizes, draw_normal, group_conv
+from selfconv.nn._layout import avg_pool, check_features, check_options, check_sizes, draw_normal, group_conv
 from selfconv.ops import (
     PaddingMode,
     Pair,
@@ -61,6 +61,7 @@ class LocalAttention2d(nn.Module):
         check_sizes(
             name, in_channels=in_channels, out_channels=out_channels, key_channels=key_channels, stride=stride
         )
+        check_options(name, dtype, bias=bias, qkv_bias=qkv_bias)
         self.group = get_group(group)
         self.window = make_window(kernel_size, dilation, padding_mode, self.group, name)
         check_probability(f"{name}: dropout", dropout)

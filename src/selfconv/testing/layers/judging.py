@@ -37,10 +37,7 @@ CONSTANT = "its output is the same for every image, and does not transform with 
 RANDOM = "its input or output differs between two runs on the same image"
 AFTER = "code after the last layer breaks equivariance"
 NAN = "it is not a number"
-ROUNDED = (
-    "its parameters are stored in {dtype}, and an error of this size may be their rounding, "
-    "which tolerance={tolerance:.0e} allows"
-)
+ROUNDED = "{what} {dtype}, and an error of this size may be rounding, which tolerance={tolerance:.0e} allows"
 
 Dtypes = dict[tuple[Key, Stage], list[torch.dtype]]  # the precision of each value
 
@@ -147,7 +144,9 @@ class Judge:
         exact: Tensor = candidates[found.index(error)]
         breach = (self.calls[key].name, partial(self._reason, key, stage, self.s))
         tolerance = self.limit(key, stage, i)
-        known = field_type is not None or self.actions.on_group(leaf)  # which axes or channels are planes
+        # which axes or channels are planes; of other layers, channels may be last, and a side be |H|
+        on_group = hasattr(self.calls[key].module, "group") and self.actions.on_group(leaf)
+        known = field_type is not None or on_group
         if error <= tolerance:
             if not constant and bool(leaf.any()):
                 self.suspect = None
@@ -160,7 +159,7 @@ class Judge:
             self.suspect = self.suspect or breach
             exact, error = leaf, moved
         else:
-            exact = candidates[0]
+            exact = candidates[0] if candidates[0].shape == leaf.shape else leaf
             inherited = stage == "input" or key in self.inexact
             name, reason = self.suspect if self.suspect and inherited else breach
             self._fault(name, reason, Excess(error, self.precision(key, stage, i)))
@@ -230,10 +229,10 @@ class Judge:
         if stage == "input":
             return BETWEEN
         stored = self.stored.get(key[0], EXACT)
-        if self.excess[call.name].error <= 10 * torch.finfo(stored).eps and stored != EXACT:
-            return ROUNDED.format(
-                dtype=str(stored).removeprefix("torch."), tolerance=10 * torch.finfo(stored).eps
-            )
+        for what, dtype in (("it is computed in", EXACT), ("its parameters are stored in", stored)):
+            if self.excess[call.name].error <= (rounding := 10 * torch.finfo(dtype).eps):
+                name = str(dtype).removeprefix("torch.")
+                return ROUNDED.format(what=what, dtype=name, tolerance=rounding)
         off_centre = _off_centre(call, self.actions, self.limit(key, stage))
         if off_centre:
             self.sampling.add(off_centre)
@@ -296,14 +295,16 @@ def output_error(
 
 def _off_centre(call: LayerCall, actions: Actions, tolerance: float) -> str | None:
     """How a layer samples off centre, if that is all that keeps it from being equivariant."""
-    rule, given, axes = sampling(call.module), call.only_input(), actions.axes
-    if rule is None or given is None or given[1].dim() < 2 + axes:
+    given, axes = call.only_input(), actions.axes
+    if given is None or given[1].dim() < 2 + axes:
         return None
-    (i, x), (k, stride, padding) = given, rule
+    i, x = given
     sides = x.shape[-axes:]
-    left = [(n + 2 * padding - k) % stride for n in sides]
+    rules = [sampling(call.module, axis) or (1, 1, 0) for axis in range(-axes, 0)]
+    left = [(n + 2 * padding - k) % stride for n, (k, stride, padding) in zip(sides, rules, strict=True)]
     if not any(left) or min(sides) <= max(left):
         return None
+    k, stride, padding = rules[left.index(max(left))]
     cut: list[Any] = [slice(n - more) for n, more in zip(sides, left, strict=True)]
     if not _error(call, i, x[(..., *cut)], actions) <= tolerance:
         return None
@@ -312,7 +313,7 @@ def _off_centre(call: LayerCall, actions: Actions, tolerance: float) -> str | No
     what = "row and column" if axes == 2 else "position"
     return (
         f"stride {stride} on an {parity}-sized {where}: with window {k} and padding {padding}, "
-        f"{left[0]} {what} too many on one side, so that it samples off centre"
+        f"{max(left)} {what} too many on one side, so that it samples off centre"
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -20,6 +21,7 @@ Images = tuple[Tensor, ...]  # what a model takes
 Key = tuple[str, int]  # a layer, and how often it was called before
 Stage = Literal["input", "output"]
 Place = tuple[Key, Stage, int]  # of a tensor in a run
+NOTE = "raised in "  # and the name of a layer
 END: tuple[Key, Stage] = (("the model's output", 0), "output")
 
 
@@ -55,7 +57,8 @@ class LayerCall:
         """The layer's outputs, flat, for its arguments of the first run except for some tensors."""
         leaves = [changed.get(i, leaf) for i, leaf in enumerate(self.leaves["input"])]
         args, kwargs = self.nesting.nested(own(leaves))
-        return flatten(self.module(*args, **kwargs))[0]
+        with _noting([self.name]):
+            return flatten(self.module(*args, **kwargs))[0]
 
 
 @dataclass
@@ -102,9 +105,11 @@ def run_observed(
         only: whether a layer is observed; the others run without the cost of a hook.
     """
     counts: Counter[str] = Counter()
+    running = ["the model"]  # and layers in it
 
     @torch.compiler.disable  # keeps the hooks out of the compiled graph
     def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        running.append(name or "the model")
         leaves, nesting = flatten((args, kwargs))
         changed = observe((name, counts[name]), module, "input", leaves, nesting)
         return None if changed is None else nesting.nested(changed)
@@ -114,6 +119,7 @@ def run_observed(
         leaves, nesting = flatten(output)
         changed = observe((name, counts[name]), module, "output", leaves, nesting)
         counts[name] += 1
+        running.pop()
         return None if changed is None else nesting.nested(changed)
 
     handles = []
@@ -122,12 +128,40 @@ def run_observed(
             handles.append(module.register_forward_pre_hook(partial(before, name), with_kwargs=True))
             handles.append(module.register_forward_hook(partial(after, name), with_kwargs=True))
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _noting(running):
             warnings.simplefilter("ignore")  # about sizes: what an audit finds out by itself
             return flat(model(*own(as_tuple(x))))
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def _noting(running: list[str]) -> Iterator[None]:
+    """Adds a note to an exception, in which layer it was raised."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"{NOTE}{running[-1]}")
+        raise
+
+
+@contextmanager
+def refused_in_one_line() -> Iterator[None]:
+    """Makes what a model raises in a run a ValueError of one line, which names the layer."""
+    try:
+        yield
+    except Exception as error:
+        layers = [note for note in getattr(error, "__notes__", []) if note.startswith(NOTE)]
+        if not layers:
+            raise
+        raise ValueError(
+            f"the model cannot be audited: {layers[0].removeprefix(NOTE)}: {first_line(error)}"
+        ) from error
+
+
+def first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _is_layer(name: str, module: nn.Module) -> bool:
@@ -169,7 +203,7 @@ def replacing(calls: dict[Key, LayerCall], replace: Replace) -> Observer:
         replaced = replace(key, stage, leaves)
         # copies: code after a layer may work in place, and the first run's features are used again
         passed = [
-            new.clone() if isinstance(new, Tensor) and new is not leaf else new
+            _copy(new, leaf) if isinstance(new, Tensor) and new is not leaf else new
             for new, leaf in zip(replaced, leaves, strict=True)
         ]
         if stage == "output":
@@ -178,6 +212,14 @@ def replacing(calls: dict[Key, LayerCall], replace: Replace) -> Observer:
         return passed
 
     return observe
+
+
+def _copy(new: Tensor, leaf: Any) -> Tensor:
+    """With the gradient of what it replaces, for a model that differentiates."""
+    new = new.detach().clone()
+    if not (isinstance(leaf, Tensor) and leaf.requires_grad and leaf.shape == new.shape):
+        return new
+    return new + (leaf - leaf.detach()).nan_to_num()
 
 
 def _returned(leaves: list[Any], exact: list[Any], inputs: list[tuple[Any, Any, Any]]) -> list[Any]:

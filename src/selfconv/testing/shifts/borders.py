@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,14 @@ from selfconv.testing.layers.runs import (
 from selfconv.testing.layers.windows import largest_dilation, sampling
 from selfconv.testing.leaves import aligned, as_tensor, judgeable
 from selfconv.testing.shifts.motion import GIVEN, Motion
-from selfconv.testing.shifts.moves import ROOM, Steps, tiled
+from selfconv.testing.shifts.moves import ROOM, Move, Steps, tiled
 from selfconv.testing.shifts.objects import Objects
+from selfconv.testing.shifts.scales import Scale
 
 SIDE = 20  # of a map with room for a layer's window
 
 Change = Callable[[Place, Tensor], Tensor]
+Result = TypeVar("Result")
 
 
 # ---- of a layer ----
@@ -36,7 +38,7 @@ Change = Callable[[Place, Tensor], Tensor]
 
 def interior_error(motion: Motion, key: Key) -> float | None:
     """A layer's ``shift_error``: at places that the border does not influence. None if there are none."""
-    return _interior_error(motion, key, lambda x: 1)
+    return _result(lambda: _interior_error(motion, key, lambda x: 1))
 
 
 def error_away_from_the_border(motion: Motion, key: Key) -> float | None:
@@ -44,10 +46,7 @@ def error_away_from_the_border(motion: Motion, key: Key) -> float | None:
 
     None if neither can be measured.
     """
-    try:
-        error = _interior_error(motion, key, _copies)
-    except Exception:  # it takes this size alone
-        error = None
+    error = _result(lambda: _interior_error(motion, key, _copies))
     return _centre_error(motion, key) if error is None else error
 
 
@@ -65,7 +64,11 @@ def _interior_error(motion: Motion, key: Key, copies: Callable[[Tensor], int]) -
         return None
     if any(y.dim() < 2 + axes for y in outputs.values()):
         return None
-    x = tiled(x, motion.last_axes(x), copies(x))
+    scales = {i: motion.scales.of_layer(key, at, i) for i in outputs}
+    number = copies(x)
+    if number > 1 and None in scales.values():
+        return None  # on a larger map it may be another function, as adaptive pooling is
+    x = tiled(x, motion.last_axes(x), number)
     errors = [
         _least_error(
             lambda t, i=i: call.run({at: t})[i],  # type: ignore[misc]
@@ -73,7 +76,9 @@ def _interior_error(motion: Motion, key: Key, copies: Callable[[Tensor], int]) -
             call.module,
             motion,
             (key, "output", i),
-            motion.scales.of_layer(key, at, i),
+            scales[i],
+            _transposed(motion.moves.get((key, "input", at)))
+            != _transposed(motion.moves.get((key, "output", i))),
         )
         for i in outputs
     ]
@@ -81,40 +86,52 @@ def _interior_error(motion: Motion, key: Key, copies: Callable[[Tensor], int]) -
 
 
 def _least_error(
-    function: Function, x: Tensor, module: nn.Module, motion: Motion, place: Place, scale: Fraction | None
+    function: Function,
+    x: Tensor,
+    module: nn.Module,
+    motion: Motion,
+    place: Place,
+    scale: Scale | None,
+    transposed: bool,
 ) -> float | None:
-    """For its scale or, if that is not known, the ratio of cells that fits best; None if nothing can be
-    compared, or if all fail and the sizes leave others possible."""
+    """For its scale or, if that is not known but one size is a multiple of the other, the ratio of cells that
+    fits best; None if nothing can be compared."""
     axes, frame = motion.first.axes, largest_dilation(module)
-    n, m = x.shape[-1], function(x).shape[-1]
+    y = function(x)
+    n, m = x.shape[-1], y.shape[-1]
+    if scale is None and n % m and m % n:
+        return None
     rule = sampling(module) if m < n else None
-    ratios = [(scale.denominator, scale.numerator)] if scale else _ratios(n, m)
+    ratios = [scale] if scale else [(ratio,) * axes for ratio in _ratios(n, m)]
     errors = []
-    for a, b in ratios:
-        given, moved = a * motion.multiple, b * motion.multiple
-        if min(x.shape[-axes:]) >= 2 * given + 2:
-            error = shifted_error(function, x, given, moved, frame if rule else frame * a, axes)
+    for ratio in ratios:
+        given = tuple(motion.multiple * cells.denominator for cells in ratio)
+        moved = tuple(motion.multiple * cells.numerator for cells in ratio)
+        reach = frame if rule else frame * max(cells.denominator for cells in ratio)
+        if all(n >= 2 * cells + 2 for n, cells in zip(x.shape[-axes:], given, strict=True)):
+            error = shifted_error(function, x, y, given, moved, reach, transposed=transposed)
             errors += [] if error is None else [error]
     fitting = [error for error in errors if error <= motion.limit(*place)]
     if fitting:
         return min(fitting)
-    known = scale or n % m == 0 or m % n == 0
-    return errors[0] if errors and known and len(errors) == len(ratios) else None
+    return errors[0] if errors and len(errors) == len(ratios) else None
 
 
-def _ratios(n: int, m: int) -> list[tuple[int, int]]:
-    """By how many cells a map of n a side may have to move for one of m to move, and that by how many; the
-    rest of the sides may be windows and padding. The likely first."""
-    if m >= n:
-        return list(dict.fromkeys([(1, max(1, round(m / n))), (1, 1)]))
-    return list(dict.fromkeys([(max(1, round(n / m)), 1), (n // m, 1), (-(-n // m), 1), (1, 1)]))
+def _ratios(n: int, m: int) -> list[Fraction]:
+    """How many cells of a map of m a side there may be for each of one of n, where one is a multiple of the
+    other; equally many, if the rest is padding. The likely first."""
+    return list(dict.fromkeys([Fraction(m, n), Fraction(1)]))
+
+
+def _transposed(move: Move | None) -> bool:
+    return move is not None and move.axes != tuple(sorted(move.axes))
 
 
 def _places_last(motion: Motion, place: Place, x: Tensor) -> bool:
     """Whether the last axes are a map or a row; or else channels may be last."""
     move = motion.moves.get(place)
     if move and move.axes:
-        return move.axes[-1] == x.dim() - 1 and not move.flat
+        return x.dim() - 1 in move.axes and not move.flat
     return x.shape[-1] == motion.side if motion.first.axes == 1 else x.shape[-2] == x.shape[-1]
 
 
@@ -127,7 +144,11 @@ def _centre_error(motion: Motion, key: Key) -> float | None:
         return None
     copies = _copies(next(inputs[i] for i in moves))
     larger = {i: move.tiled(inputs[i], copies) for i, move in moves.items()}
-    fixed_size = not _runs(lambda: call.run(larger))
+    results = _result(lambda: call.run(larger))
+    fixed_size = results is None
+    maps = {i: y for i, y in call.tensors("output").items() if y.dim() >= 2 + motion.first.axes}
+    if results and any(y.shape[-1] > 1 and y.shape == results[i].shape for i, y in maps.items()):
+        return None  # the same
     given = {i: inputs[i] for i in moves} if fixed_size else larger
     near = not fixed_size or min(move.room(given[i]) for i, move in moves.items()) < ROOM
 
@@ -140,30 +161,37 @@ def _centre_error(motion: Motion, key: Key) -> float | None:
     return None if None in errors else largest([e for e in errors if e is not None] or [math.inf])
 
 
-def _runs(function: Callable[[], Any]) -> bool:
+def _result(function: Callable[[], Result]) -> Result | None:
     try:
-        function()
-    except Exception:  # whatever a model raises for a size that it does not take
-        return False
-    return True
+        return function()
+    except Exception:  # whatever a model raises for a size that it does not take, or for NaN
+        return None
 
 
 # ---- between the layers ----
 
 
-def errors_between(motion: Motion, inexact: dict[Place, Tensor]) -> dict[Place, float | None]:
+def errors_between(
+    motion: Motion, inexact: list[tuple[Place, Steps, Tensor]]
+) -> list[tuple[Place, float | None]]:
     """The errors of tensors that did not move exactly, inputs of layers and outputs of the network.
 
     An error is that at the places which the border does not influence; if there are none, that of features
-    which are zero but for one cell, far from the border. None if the border may be too near to tell.
+    which are zero but for one cell, far from the border. None if the border may be too near to tell, or if no
+    stride follows from the sizes.
     """
     if not inexact:
-        return {}
+        return []
     dilation = largest_dilation(motion.first.model)
-    disturbed = [
-        _replay(motion, lambda place, t: torch.where(motion.border(place, t, dilation), t + 1, t)),
-        _replay(motion, lambda place, t: t.masked_fill(motion.border(place, t, dilation), math.nan)),
-    ]
+
+    def other_border(place: Place, t: Tensor) -> Tensor:
+        return torch.where(motion.border(place, t, dilation), t + 1, t)
+
+    def no_border(place: Place, t: Tensor) -> Tensor:
+        return t.masked_fill(motion.border(place, t, dilation), math.nan)
+
+    changes = (other_border, no_border)
+    disturbed = [_result(lambda change=change: _replay(motion, change)) or {} for change in changes]  # type: ignore[misc]
     objects = Objects(
         motion,
         motion.maps(),
@@ -171,13 +199,15 @@ def errors_between(motion: Motion, inexact: dict[Place, Tensor]) -> dict[Place, 
     )
     any_size = motion.scales.any_size
 
-    def error(place: Place, after: Tensor) -> float | None:
-        inside = motion.error_inside(place, after, disturbed)
+    def error(place: Place, steps: Steps, after: Tensor) -> float | None:
+        if not motion.has_stride(place):
+            return None
+        inside = motion.error_inside(place, after, steps, disturbed)
         if inside is not None:
             return inside
         return objects.error(place, unclear=any_size or motion.room(place) < ROOM)
 
-    return {place: error(place, after) for place, after in inexact.items()}
+    return [(place, error(place, steps, after)) for place, steps, after in inexact]
 
 
 def _replay(motion: Motion, change: Change) -> dict[Place, Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from fractions import Fraction
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from selfconv.testing.errors import relative_error
 from selfconv.testing.layers.runs import END, FirstRun, Key, Place, Stage
 from selfconv.testing.shifts.moves import STILL, Move, Steps, permuted, typical_error
-from selfconv.testing.shifts.scales import Scales
+from selfconv.testing.shifts.scales import Scale, Scales
 
 GIVEN: Key = ("the model's input", 0)
 
@@ -21,7 +20,7 @@ Limit = Callable[[Key, Stage, int | None], float]
 
 
 class Motion:
-    """The moves of a network's tensors when its input is shifted by ``shift`` cells.
+    """The moves of a network's tensors when its input is shifted by ``shift`` cells, along rows or columns.
 
     Args:
         limit: the largest error of a tensor that counts as rounding.
@@ -33,9 +32,14 @@ class Motion:
         self.scales = scales
         self.side = scales.side
         self.shift = multiple * scales.total_stride()
+        self.directions: list[Steps] = [(1, 0), (0, 1)] if first.axes == 2 else [(1,)]
         self.moves: dict[Place, Move | None] = {}  # how each tensor of the first run moves; None: rearranged
         for i, (t, moves) in enumerate(zip(first.x, first.moving, strict=True)):
-            self.moves[GIVEN, "input", i] = Move(self.last_axes(t), self.shift) if moves else STILL
+            self.moves[GIVEN, "input", i] = self._move(t) if moves else STILL
+
+    def _move(self, t: Tensor) -> Move:
+        """Of the input."""
+        return Move(self.last_axes(t), (self.shift,) * self.first.axes)
 
     def last_axes(self, t: Tensor) -> tuple[int, ...]:
         """Those of a map or a row, if they come last."""
@@ -60,7 +64,10 @@ class Motion:
         arrangements = self._arrangements(place, t)
         scales = {move: scale for move in arrangements if (scale := self._scale(place, move))}
         if scales:
-            found = [replace(move, cells=int(self.shift * scale)) for move, scale in scales.items()]
+            found = [
+                replace(move, cells=tuple(int(self.shift * cells) for cells in scale))
+                for move, scale in scales.items()
+            ]
         else:
             found = [guess for move in arrangements for guess in self._guesses(place, move)]
         return [*(move for move in found if move.moves(t)), STILL]
@@ -74,6 +81,8 @@ class Motion:
             found.append(Move(tuple(range(1, 1 + axes))))  # channels last
         if axes == 2 and t.dim() in (3, 4) and not (square and t.dim() == 4):
             found += [Move((i,), flat=True) for i in range(1, t.dim()) if self._is_flat(t.shape[i])]
+        if axes == 2 and t.dim() >= 4 and place[:2] != END:
+            found.append(Move(last[::-1]))  # transposed
         channels = self._channels(place)
         return sorted(found, key=lambda move: t.dim() - 1 in move.axes) if channels == "last" else found
 
@@ -90,10 +99,10 @@ class Motion:
         )
         return "last" if last else "first"
 
-    def _scale(self, place: Place, move: Move) -> Fraction | None:
+    def _scale(self, place: Place, move: Move) -> Scale | None:
         """None also if the shift is not a whole number of cells there."""
         scale = self.scales.known(place, move.axes, flat=move.flat)
-        return scale if scale and (self.shift * scale).denominator == 1 else None
+        return scale if scale and all((self.shift * s).denominator == 1 for s in scale) else None
 
     def _guesses(self, place: Place, move: Move) -> list[Move]:
         """Where the sizes do not tell by how many cells a map moves, the likely first."""
@@ -101,36 +110,49 @@ class Motion:
         likely = self.shift * self.scales.guess(place, math.isqrt(n) if move.flat else n)
         cells = {self.shift // step for step in range(1, self.shift + 1) if self.shift % step == 0}
         chosen = sorted({*cells, max(1, round(likely))}, key=lambda c: abs(c - likely))
-        return [replace(move, cells=c) for c in chosen]
+        return [replace(move, cells=(c,) * self.first.axes) for c in chosen]
 
-    def note(self, place: Place, after: Tensor) -> float:
+    def has_stride(self, place: Place) -> bool:
+        """Whether it is known by how many cells a tensor moves: from how sizes grow, or since its size is a
+        multiple or a divisor of one for which they tell. Not so for 17 cells that are pooled to 7."""
+        move = self.moves[place]
+        if not self.scales.any_size or move is None or not move.axes or self._scale(place, move):
+            return True
+        n = self.first.tensor(place).shape[move.axes[-1]]
+        n = math.isqrt(n) if move.flat else n
+        return any(n % side == 0 or side % n == 0 for side in self.scales.known_sides)
+
+    def note(self, place: Place, after: Tensor, steps: Steps) -> float:
         """Notes how a tensor moved, or most likely did if the error, which it returns, is too large."""
-        self.moves[place], error = self._found(place, after)
+        self.moves[place], error = self._found(place, after, steps)
         return error
 
-    def _found(self, place: Place, after: Tensor) -> tuple[Move | None, float]:
-        before, moves, limit = self.first.tensor(place), self.candidates(place), self.limit(*place)
+    def _found(self, place: Place, after: Tensor, steps: Steps) -> tuple[Move | None, float]:
+        before, limit, noted = self.first.tensor(place), self.limit(*place), self.moves.get(place)
+        moves = sorted(self.candidates(place), key=lambda move: move != noted)
         if not moves:
             return None, 0.0  # the shift leads once round the map
-        errors = [relative_error(after, move(before)) for move in moves]
-        for move, error in zip(moves, errors, strict=True):
+        for move in moves:
+            error = relative_error(after, move.by(before, steps))
             if error <= limit:
                 return move, error
         if after.shape != before.shape:
             return moves[0], math.inf
-        typical = [move for move in moves if move.axes and typical_error(after, move(before)) <= limit]
+        typical = [
+            move for move in moves if move.axes and typical_error(after, move.by(before, steps)) <= limit
+        ]
         rearranged = permuted(after, before)
         if not typical and rearranged <= limit:
             return None, rearranged
         # the border may reach everywhere: then the usual
-        best = moves.index(typical[0] if typical else moves[0])
-        return moves[best], errors[best]
+        best = typical[0] if typical else moves[0]
+        return best, relative_error(after, best.by(before, steps))
 
     # ---- tensors as they move ----
 
-    def moved(self, place: Place, t: Tensor) -> Tensor:
+    def moved(self, place: Place, t: Tensor, steps: Steps) -> Tensor:
         move = self.moves.get(place)
-        return t if move is None else move(t)
+        return t if move is None else move.by(t, steps)
 
     def object(self, place: Place, t: Tensor, steps: Steps | None) -> Tensor:
         """One cell in zeros, or none, if the tensor moves."""
@@ -159,12 +181,14 @@ class Motion:
 
     # ---- errors ----
 
-    def error(self, place: Place, after: Tensor) -> float:
+    def error(self, place: Place, after: Tensor, steps: Steps) -> float:
         """Of a tensor in a run on the shifted input, for the move that was noted."""
         before, move = self.first.tensor(place), self.moves[place]
-        return permuted(after, before) if move is None else relative_error(after, move(before))
+        return permuted(after, before) if move is None else relative_error(after, move.by(before, steps))
 
-    def error_inside(self, place: Place, after: Tensor, disturbed: list[dict[Place, Tensor]]) -> float | None:
+    def error_inside(
+        self, place: Place, after: Tensor, steps: Steps, disturbed: list[dict[Place, Tensor]]
+    ) -> float | None:
         """At the places that do not depend on the border: those that are the same in runs that change it."""
         t, move = self.first.tensor(place), self.moves[place]
         if move is None or not move.axes or after.shape != t.shape:
@@ -175,5 +199,5 @@ class Motion:
             if place not in run or run[place].shape != t.shape:
                 return None
             inside &= (run[place] == t).all(dim=others, keepdim=True)
-        inside = move(inside)
-        return relative_error(after[inside], move(t)[inside]) if bool(inside.any()) else None
+        inside = move.by(inside, steps)
+        return relative_error(after[inside], move.by(t, steps)[inside]) if bool(inside.any()) else None

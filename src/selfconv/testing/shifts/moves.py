@@ -13,7 +13,7 @@ from torch import Tensor
 
 from selfconv.testing.errors import relative_error
 
-Steps = tuple[int, ...]  # how often a shift is repeated along each axis
+Steps = tuple[int, ...]  # how often a shift is repeated along rows and columns, or along a sequence
 
 Found = TypeVar("Found")
 P = ParamSpec("P")
@@ -40,28 +40,28 @@ def _on_maps(
 
 @dataclass(frozen=True)
 class Move:
-    """A circular shift by some cells along some axes; without axes, the identity.
+    """A circular shift by some cells along each of some axes; without axes, the identity.
 
+    The axes are those of the image's rows and columns, in this order: of a transposed map, the last is first.
     ``flat`` are square maps whose rows follow each other along one axis: tokens.
     """
 
     axes: tuple[int, ...] = ()
-    cells: int = 0
+    cells: Steps = ()
     flat: bool = False
-
-    @_on_maps
-    def __call__(self, x: Tensor) -> Tensor:
-        return x.roll((self.cells,) * len(self.axes), self.axes) if self.axes else x
 
     @_on_maps
     def moves(self, x: Tensor) -> bool:
         """Not if it goes once round a map, or several times."""
-        return any(x.shape[axis] == 1 or self.cells % x.shape[axis] for axis in self.axes)
+        pairs = zip(self.axes, self.cells, strict=True)
+        return any(x.shape[axis] == 1 or cells % x.shape[axis] for axis, cells in pairs)
 
     @_on_maps
     def by(self, x: Tensor, steps: Steps) -> Tensor:
         """Shifted several times, along each axis by itself."""
-        return x.roll(tuple(self.cells * step for step in steps), self.axes) if self.axes else x
+        if not self.axes:
+            return x
+        return x.roll([cells * step for cells, step in zip(self.cells, steps, strict=True)], self.axes)
 
     @_on_maps
     def object(self, x: Tensor, steps: Steps | None) -> Tensor:
@@ -79,31 +79,31 @@ class Move:
         """The least and the largest step along each axis that keeps the object from the border: by a quarter
         of the map, or ``far`` from the centre by the window that is assumed of functions."""
         found = []
-        for axis, at in zip(self.axes, self._centre(x), strict=True):
+        for axis, cells, at in zip(self.axes, self.cells, self._centre(x), strict=True):
             n = x.shape[axis]
-            margin = max(0, min(ROOM, (n - 1 - self.cells) // 2))
+            margin = max(0, min(ROOM, (n - 1 - cells) // 2))
             margin = margin if far else max(margin, n // 4)
-            last = (n - 1 - margin - at) // self.cells
-            found.append((-(max(0, at - margin) // self.cells), max(1, last)))
+            last = (n - 1 - margin - at) // cells
+            found.append((-(max(0, at - margin) // cells), max(1, last)))
         return found
 
     def _centre(self, x: Tensor) -> list[int]:
         """Avoids cells that the shift maps to their mirror image, where a symmetric fault does not show."""
-        cells = [(x.shape[axis] - self.cells) // 2 for axis in self.axes]
-        return [*cells[:-1], max(0, cells[-1] - 1)] if cells else []
+        pairs = zip(self.axes, self.cells, strict=True)
+        return [max(0, (x.shape[axis] - cells) // 2 - 1) for axis, cells in pairs]
 
     @_on_maps
     def room(self, x: Tensor) -> int:
         """How many cells are beside that cell on each side, before the move and after it."""
-        pairs = zip(self.axes, self._centre(x), strict=True)
-        return min((min(at, x.shape[axis] - 1 - at - self.cells) for axis, at in pairs), default=0)
+        places = zip(self.axes, self.cells, self._centre(x), strict=True)
+        return min((min(at, x.shape[axis] - 1 - at - cells) for axis, cells, at in places), default=0)
 
     @_on_maps
     def border(self, x: Tensor, dilation: int) -> Tensor:
         """True for cells near the border that a window over the edge can cover, before or after the shift."""
         inner: list[Any] = [slice(None)] * x.dim()
-        for axis in self.axes:
-            n = x.shape[axis] - self.cells
+        for axis, cells in zip(self.axes, self.cells, strict=True):
+            n = x.shape[axis] - cells
             frame = max(1, n // 4, min(dilation, n // 2 - 1))
             inner[axis] = slice(frame, max(frame, n - frame))
         border = torch.ones_like(x, dtype=torch.bool)
@@ -128,6 +128,8 @@ def permuted(a: Tensor, b: Tensor) -> float:
 
 def typical_error(a: Tensor, b: Tensor) -> float:
     """The median of the differences, which the border of a large map does not affect."""
+    if a.dtype == torch.bool:
+        a, b = a.double(), b.double()
     size, error = b.abs().amax().item(), (a - b).abs().double().median().item()
     return error / size if size else error
 

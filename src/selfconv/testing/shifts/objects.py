@@ -40,10 +40,10 @@ class Objects:
         None if the object has no effect on it, and if the border may explain an error: always if ``unclear``,
         or else if it is one of places farther from the centre alone.
         """
-        once = (1,) * len(self.near)
-        near = [once, *product(*((lo, 0, hi) for lo, hi in self.near))]
+        once = self.motion.directions
+        near = [*once, *product(*((lo, 0, hi) for lo, hi in self.near))]
         still = all(not move.axes for move in self.motion.candidates(place))
-        places, farther = (near, list(product(*self.far))) if still else ([once], near)
+        places, farther = (near, list(product(*self.far))) if still else (once, near)
         if all(self._found(place, steps, None) == 0 for steps in places + farther):
             return None
         error, limit = self._error(place, places), self.motion.limit(*place)

@@ -18,6 +18,8 @@ from selfconv.testing.leaves import Nesting, aligned, as_tensor, judgeable
 COMMON = 12  # a multiple of the usual strides
 LARGER = (1, 2, 3)  # how many times inputs become larger by the same number of cells
 
+Scale = tuple[Fraction, ...]  # how many cells for each, along rows and columns, or along a sequence
+
 
 def enlarged(t: Tensor, axes: tuple[int, ...], size: Callable[[int], int]) -> Tensor:
     """A map or a row that repeats, of another size."""
@@ -38,7 +40,7 @@ class Scales:
         self.first = first
         self.side = next(t.shape[-1] for t, moves in zip(first.x, first.moving, strict=True) if moves)
         self.sides = {self.side: Fraction(1)}  # of all maps, and the scale of the last of each
-        self._ratios: dict[tuple[Key, int], Fraction | None] = {}
+        self._ratios: dict[tuple[Key, int], Scale | None] = {}
         self._sizes: list[dict[Place, torch.Size]] = []
         self._more = COMMON  # by how many cells inputs become larger
         self._guesses = self._guessed()
@@ -50,8 +52,11 @@ class Scales:
             found, complete = self._run_on_larger(times * self._more)
             self._sizes.append(found)
             self.any_size &= complete
+        self.known_sides = {self.side} | {
+            t.shape[-1] for place, t in self._maps() if self.known(place, _last(t, first.axes))
+        }
 
-    def known(self, place: Place, axes: tuple[int, ...], *, flat: bool = False) -> Fraction | None:
+    def known(self, place: Place, axes: tuple[int, ...], *, flat: bool = False) -> Scale | None:
         """That of a tensor with places along these axes; None if its sizes do not follow the input's.
 
         Args:
@@ -65,34 +70,36 @@ class Scales:
             squares, sizes = sizes, [[math.isqrt(n) for n in sizes[0]]]
             if [side * side for side in sizes[0]] != squares[0]:
                 return None
-        found = {_slope(some, self._more) for some in sizes}
-        return found.pop() if len(found) == 1 else None
+            sizes *= self.first.axes
+        return _slopes(sizes, self._more)
 
     def guess(self, place: Place, n: int) -> Fraction:
         """Of a map of n cells a side, where the sizes do not tell."""
         return self._guesses.get(place) or self.sides.get(n) or Fraction(n, self.side)
 
-    def of_layer(self, key: Key, at: int, i: int) -> Fraction | None:
+    def of_layer(self, key: Key, at: int, i: int) -> Scale | None:
         """How many cells output i of a layer has for each cell of its input ``at``; None if not known."""
         call, axes = self.first.calls[key], self.first.axes
         given = self.known((key, "input", at), _last(call.leaves["input"][at], axes))
         result = self.known((key, "output", i), _last(call.leaves["output"][i], axes))
         if given and result:
-            return result / given
+            return tuple(b / a for a, b in zip(given, result, strict=True))
         if (key, i) not in self._ratios:
-            n, m = call.leaves["input"][at].shape[-1], call.leaves["output"][i].shape[-1]
-            self._ratios[key, i] = stated_scale(call.module, n, m) or self._measured(call, at, i)
+            n, m = call.leaves["input"][at].shape, call.leaves["output"][i].shape
+            stated = [stated_scale(call.module, n[axis], m[axis], axis) for axis in range(-axes, 0)]
+            known = tuple(scale for scale in stated if scale)
+            self._ratios[key, i] = known if len(known) == axes else self._measured(call, at, i)
         return self._ratios[key, i]
 
     def total_stride(self) -> int:
         """The least shift of the input that is a whole number of cells on every map."""
         found = [1]
-        for place, t in self._maps():
-            n = t.shape[-1]
+        for place, t in self._tensors():
+            n = min(t.shape[-self.first.axes :], default=0)
             scale = self.known(place, _last(t, self.first.axes)) if n > 1 else None
-            if scale is None and 1 < n < self.side:
-                scale = self._guesses.get(place)
-            found += [scale.denominator] if scale else []
+            if scale is None and 1 < n < self.side and place in self._guesses:
+                scale = (self._guesses[place],)
+            found += [cells.denominator for cells in scale or ()]
         return math.lcm(*found)
 
     # ---- how it is found ----
@@ -116,7 +123,7 @@ class Scales:
         found.update(((*END, i), as_tensor(leaf).shape) for i, leaf in enumerate(output or ()))
         return found, True
 
-    def _measured(self, call: LayerCall, at: int, i: int) -> Fraction | None:
+    def _measured(self, call: LayerCall, at: int, i: int) -> Scale | None:
         """By running a layer on larger inputs."""
         x, y = call.leaves["input"][at], call.leaves["output"][i]
         n, m = x.shape[-1], y.shape[-1]
@@ -124,10 +131,10 @@ class Scales:
         axes = _last(x, self.first.axes)
         try:
             larger = [enlarged(x, axes, lambda n, by=times * more: n + by) for times in LARGER]  # type: ignore[misc]
-            sizes = [m, *(call.run({at: t})[i].shape[-1] for t in larger)]
+            shapes = [y.shape, *(call.run({at: t})[i].shape for t in larger)]
         except Exception:  # it takes this size alone, or several inputs that have to fit
             return None
-        return _slope(sizes, more)
+        return _slopes([[shape[axis] for shape in shapes] for axis in _last(y, self.first.axes)], more)
 
     def _guessed(self) -> dict[Place, Fraction]:
         """Layer by layer: what a layer says or, run by itself, shows; between layers, a map has the scale of
@@ -141,8 +148,8 @@ class Scales:
             given = self.first.calls[key].only_input() if key in self.first.calls else None
             if stage == "output" and given and (key, "input", given[0]) in found:
                 before = given[1].shape[-1]
-                ratio = Fraction(1) if n == before else self.of_layer(key, given[0], i)
-                scale = found[key, "input", given[0]] * (ratio or _whole_ratio(before, n))
+                ratio = (Fraction(1),) if n == before else self.of_layer(key, given[0], i)
+                scale = found[key, "input", given[0]] * (ratio[-1] if ratio else _whole_ratio(before, n))
             elif n in seen:
                 scale = seen[n]
             found[place] = seen[n] = scale or seen[last] * _whole_ratio(last, n)
@@ -168,10 +175,12 @@ def _last(t: Tensor, axes: int) -> tuple[int, ...]:
     return tuple(range(t.dim() - axes, t.dim()))
 
 
-def _slope(sizes: list[int], more: int) -> Fraction | None:
-    """By how much sizes grow for each cell by which inputs do; None if they do not, or not evenly."""
-    steps = {b - a for a, b in pairwise(sizes)}
-    return Fraction(steps.pop(), more) if len(steps) == 1 and min(steps) > 0 else None
+def _slopes(sizes: list[list[int]], more: int) -> Scale | None:
+    """By how much sizes grow along each axis, for each cell by which inputs do; None if they do not, or not
+    evenly."""
+    steps = [{b - a for a, b in pairwise(some)} for some in sizes]
+    even = all(len(some) == 1 and min(some) > 0 for some in steps)
+    return tuple(Fraction(min(some), more) for some in steps) if even else None
 
 
 def _whole_ratio(n: int, m: int) -> Fraction:

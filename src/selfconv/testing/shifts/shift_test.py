@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
+from selfconv.testing.errors import largest
 from selfconv.testing.layers.runs import END, FirstRun, Key, Place, Stage, replacing, run_observed
 from selfconv.testing.leaves import aligned, as_tensor, judgeable
 from selfconv.testing.shifts.borders import error_away_from_the_border, errors_between, interior_error
 from selfconv.testing.shifts.motion import GIVEN, Limit, Motion
-from selfconv.testing.shifts.moves import STILL
+from selfconv.testing.shifts.moves import STILL, Steps
 from selfconv.testing.shifts.scales import Scales
 
 PLACES = "it depends on absolute position: its output does not shift with its input"
@@ -38,7 +39,7 @@ class ShiftReport:
 
 
 def tested_shifts(first: FirstRun, limit: Limit) -> ShiftReport:
-    """What a shift does to a network.
+    """What shifts do to a network.
 
     What moves with a multiple of the shift alone may have a stride that no size shows, or depend on places
     with that period: it counts as not tested.
@@ -57,7 +58,8 @@ def tested_shifts(first: FirstRun, limit: Limit) -> ShiftReport:
 
 
 class ShiftTest:
-    """Runs a network on a shifted image, and gives each layer its input of the first run, shifted.
+    """Runs a network on an image shifted down, and on the image shifted to the right, of which all shifts
+    consist, and gives each layer its input of the first run, shifted.
 
     A layer's output is replaced by its output of the first run, shifted as in a map that repeats; so what is
     between the layers is given features that moved exactly. Where its result did not, the border may be the
@@ -72,10 +74,13 @@ class ShiftTest:
         self.first, self.calls, self.limit = first, first.calls, limit
         self.motion = Motion(first, scales, limit, multiple)
         self.report = ShiftReport()
+        self.steps: Steps = ()  # the direction of the current run
         self.rearranged: str | None = None  # the layer that did it, until features are in order again
         self.rearranged_before: str | None = None  # the same at the input of the current layer
         self.waiting: dict[Key, tuple[float, bool]] = {}  # errors of layers, and whether nothing moved there
-        self.inexact: dict[Place, Tensor] = {}  # what functions between the layers gave, if not exactly moved
+        self.inexact: list[
+            tuple[Place, Steps, Tensor]
+        ] = []  # what functions between the layers gave, if not exactly moved
 
     def run(self) -> ShiftReport:
         if self.motion.shift >= self.motion.side:
@@ -83,7 +88,9 @@ class ShiftTest:
             for key in self.calls:
                 self._conclude_layer(key, math.inf)
             return self.report
-        self._run_on_shifted()
+        for steps in self.motion.directions:
+            self.steps, self.rearranged = steps, None
+            self._run_on_shifted()
         for key, (circular, still) in self.waiting.items():
             self._conclude_layer(key, circular, still)
         self._conclude_between()
@@ -93,7 +100,9 @@ class ShiftTest:
     # ---- the run on a shifted image ----
 
     def _run_on_shifted(self) -> None:
-        shifted = tuple(self.motion.moved((GIVEN, "input", i), t) for i, t in enumerate(self.first.x))
+        shifted = tuple(
+            self.motion.moved((GIVEN, "input", i), t, self.steps) for i, t in enumerate(self.first.x)
+        )
         observer = replacing(self.calls, self._all_moved)
         output = aligned(judgeable(run_observed(self.first.model, shifted, observer)), self.first.output)
         if output is None:
@@ -101,8 +110,8 @@ class ShiftTest:
             return
         for i, after in enumerate(map(as_tensor, output)):
             place: Place = (*END, i)
-            if not self.motion.note(place, after) <= self.limit(*place):
-                self.inexact[place] = after
+            if not self.motion.note(place, after, self.steps) <= self.limit(*place):
+                self.inexact.append((place, self.steps, after))
             elif self.motion.moves[place] is None:
                 self.report.untested.append(END[0][0])
             else:
@@ -125,7 +134,7 @@ class ShiftTest:
         if call.constant.get(stage, [])[i : i + 1] == [True]:
             self.motion.moves[place] = STILL
             return leaf
-        error = self.motion.note(place, leaf)
+        error = self.motion.note(place, leaf, self.steps)
         if self.motion.moves[place] is None:
             self.rearranged = self.rearranged or call.name
             return leaf
@@ -133,8 +142,9 @@ class ShiftTest:
             if bool(leaf.any()):
                 self.rearranged = None
         elif stage == "input":
-            self.inexact[place] = leaf
-        return self.motion.moved(place, t)
+            # a copy: a layer that returns its input replaces it
+            self.inexact.append((place, self.steps, leaf.clone()))
+        return self.motion.moved(place, t, self.steps)
 
     # ---- verdicts ----
 
@@ -142,7 +152,8 @@ class ShiftTest:
         call, moves = self.calls[key], self.motion.moves
         inputs = [moves.get((key, "input", i), STILL) for i in range(len(call.leaves["input"]))]
         places: list[Place] = [(key, "output", i) for i in range(len(leaves))]
-        error = max((self.motion.error(p, leaves[p[2]]) for p in places if p in moves), default=0.0)
+        errors = [self.motion.error(p, leaves[p[2]], self.steps) for p in places if p in moves]
+        error = largest([*errors, 0.0])
         if None in inputs and not error <= self.limit(key, "output", None):
             if any(base.__module__.startswith("torch.nn") for base in type(call.module).__mro__[:-2]):
                 self.report.fault(self.rearranged_before or call.name, PLACES, error, key, "output")
@@ -152,7 +163,8 @@ class ShiftTest:
                 self.report.errors[key] = None
             return
         still = not any(move is None or move.axes for move in inputs)
-        self.waiting[key] = error, still  # until no hook watches the layers
+        other, so_far = self.waiting.get(key, (0.0, True))
+        self.waiting[key] = largest([error, other]), still and so_far  # until no hook watches the layers
 
     def _conclude_layer(self, key: Key, circular: float, still: bool = False) -> None:
         """A layer's own error, given its shifted input; and, if it is too large, whether it is a fault.
@@ -175,7 +187,7 @@ class ShiftTest:
             self.report.fault(name, PLACES, error, key, "output")
 
     def _conclude_between(self) -> None:
-        for place, error in errors_between(self.motion, self.inexact).items():
+        for place, error in errors_between(self.motion, self.inexact):
             name = self.first.name(place[0])
             self.report.compared |= error is not None
             if error is None:

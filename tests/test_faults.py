@@ -37,12 +37,11 @@ from selfconv.train import (
     RunConfig,
     RunError,
     Trainer,
-    checkpoints,
     runner,
-    runs,
     train,
     trainer,
 )
+from selfconv.train.files import checkpoints, runs
 
 
 @pytest.fixture(scope="module")

@@ -31,10 +31,9 @@ from selfconv.train import (
     Trainer,
     make_accelerator,
     open_data,
-    runs,
     train,
 )
-from selfconv.train.files import checkpoints
+from selfconv.train.files import checkpoints, runs
 from selfconv.train.files.runs import lock_run
 from selfconv.train.files.state import random_states, set_random_states
 

@@ -37,6 +37,21 @@ export function node(tag, attributes = {}, ...children) {
 // In main memory: a browser composes every other canvas as a layer of its own, which takes longer than all drawing.
 const drawing = (canvas) => canvas.getContext("2d", {willReadFrequently: true});
 
+// Canvases of pictures that were replaced. A new one takes longer to make than a small picture to draw.
+const spare = [];
+
+// The children are made anew, their pictures on the canvases of those before.
+export function redraw(container, makeChildren) {
+  spare.push(...container.querySelectorAll("canvas[role=img]"));
+  container.replaceChildren(...makeChildren());
+}
+
+function labelled(label, width, height) {
+  const canvas = spare.pop() ?? node("canvas", {role: "img"});
+  canvas.setAttribute("aria-label", label);
+  return Object.assign(canvas, {title: label, width, height});
+}
+
 function colour(table, share) {
   const x = Math.min(Math.max(share, 0), 1) * (table.length - 1), n = Math.min(Math.floor(x), table.length - 2);
   return table[n].map((c, i) => Math.round(c + (x - n) * (table[n + 1][i] - c)));
@@ -48,9 +63,7 @@ const signed = (value, limit) => colour(SIGNED, limit ? (value / limit + 1) / 2 
 export function picture(array, limit, positive, label) {
   const {values} = array, [h, w] = array.shape.slice(-2), count = values.length / (h * w);
   const columns = Math.ceil(Math.sqrt(count)), rows = Math.ceil(count / columns);
-  const canvas = node("canvas", {role: "img", "aria-label": label, title: label});
-  canvas.width = columns * (w + 1) - 1;
-  canvas.height = rows * (h + 1) - 1;
+  const canvas = labelled(label, columns * (w + 1) - 1, rows * (h + 1) - 1);
   const context = drawing(canvas), image = context.createImageData(canvas.width, canvas.height);
   values.forEach((value, n) => {
     const which = Math.floor(n / (h * w)), i = Math.floor((n % (h * w)) / w), j = n % w;
@@ -75,6 +88,8 @@ export function photo(canvas, text, channels) {
   return canvas;
 }
 
+const grey = node("canvas");
+
 // Pixel by pixel: a filter of the context takes longer than everything else on the page.
 function paleGrey(background) {
   const {width, height} = background, image = drawing(background).getImageData(0, 0, width, height);
@@ -82,16 +97,14 @@ function paleGrey(background) {
     const [red, green, blue] = image.data.subarray(n, n + 3);
     image.data.fill(102 + 0.6 * (0.3 * red + 0.59 * green + 0.11 * blue), n, n + 3);
   }
-  const canvas = node("canvas", {width, height});
-  drawing(canvas).putImageData(image, 0, 0);
-  return canvas;
+  Object.assign(grey, {width, height});
+  drawing(grey).putImageData(image, 0, 0);
+  return grey;
 }
 
 // A signed map over the image in light grey: the stronger a cell, the less of the image shows through.
 export function overlay(background, map, limit, label) {
-  const side = 240, canvas = node("canvas", {role: "img", "aria-label": label, title: label});
-  canvas.width = canvas.height = side;
-  const context = drawing(canvas), [rows, columns] = map.shape;
+  const side = 240, canvas = labelled(label, side, side), context = drawing(canvas), [rows, columns] = map.shape;
   context.imageSmoothingEnabled = false;
   context.drawImage(paleGrey(background), 0, 0, side, side);
   const h = side / rows, w = side / columns;

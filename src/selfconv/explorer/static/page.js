@@ -1,6 +1,6 @@
 // The page: what the user has chosen, what is asked of the server, and what is shown.
 
-import {chart, decode, fixed, largest, minus, node, number, overlay, part, photo, picture, sum, ticks} from "./draw.js";
+import {chart, decode, fixed, largest, minus, node, number, overlay, part, photo, picture, redraw, sum, ticks} from "./draw.js";
 
 const $ = (id) => document.getElementById(id);
 const ROUNDING = 1e-4;  // of the largest logit: less is not drawn as evidence
@@ -287,7 +287,7 @@ function evidence(maps, n) {
 }
 
 function drawDecisions() {
-  $("decisions").replaceChildren(...about.models.map((model, n) => {
+  redraw($("decisions"), () => about.models.map((model, n) => {
     const answer = shown.models[n], {map, words, logit} = evidence(decode(answer.activation), n);
     const total = fixed(sum(map)), least = ROUNDING * Math.max(...answer.logits.map(Math.abs));
     const where = overlay($("photo"), map, Math.max(largest(map), least), `class activation map for ${words}, sum ${total}`);
@@ -363,7 +363,7 @@ function headsTable(model, f) {
 }
 
 function drawFilters() {
-  $("filters").replaceChildren(...about.models.map((model, n) => {
+  redraw($("filters"), () => about.models.map((model, n) => {
     const f = shown.models[n].filters;
     if (!f) return card(model, n, node("p", {}, "This network has no self convolution: its filters are the same everywhere."));
     const tables = node("div", {class: "split"}, filterTable(model, f), headsTable(model, f));
@@ -376,7 +376,7 @@ function drawFilters() {
 // ---- feature maps ----
 
 function drawMaps() {
-  $("maps").replaceChildren(...about.models.map((model, n) => {
+  redraw($("maps"), () => about.models.map((model, n) => {
     const {angle} = shown.question, m = shown.models[n].maps, rows = {upright: decode(m.upright)};
     if (angle) rows[`turned ${angle}°`.replace("-", "−")] = decode(m.turned);
     const limit = largest(...Object.values(rows)), names = Object.keys(rows), planar = model.planes.length === 1;

@@ -12,19 +12,24 @@ import torch
 from helpers import ROOT
 
 from selfconv import cli
+from selfconv._files import read_as
 from selfconv.models import WEIGHTS, ResNet, count_parameters, create_model, list_models
+from selfconv.study.plans import PlanFile
 from selfconv.train import RunError
 from selfconv.trained import logits, open_trained
 
 PAGE = (ROOT / "docs" / "visualize.md").read_text("utf-8")
 DIGITS = ["digits_asc", "digits_conv", "digits_p4_asc", "digits_p4m_asc"]
-CIFAR = ["resnet29.cifar10", "resnet29_asc.cifar10", "resnet29_asc.cifar10_head"]
-NAMES = [*DIGITS, *CIFAR]
+NAMES = list_models(pretrained=True)
+CIFAR = [name for name in NAMES if ".cifar10" in name]
 
 
 def test_shipped_models() -> None:
-    assert list_models(pretrained=True) == NAMES
-    assert all(name in cli.TRAINED_HELP for name in (*DIGITS, CIFAR[1]))
+    assert [*DIGITS, *CIFAR] == NAMES
+    published = read_as(PlanFile, ROOT / "results" / "cifar10" / "plan.json").trials
+    tagged = {name for name in CIFAR if name.endswith(".cifar10")}
+    assert {f"{trial.model}.cifar10" for trial in published} == tagged
+    assert all(name in cli.TRAINED_HELP for name in (*DIGITS, "resnet29_asc.cifar10"))
     for name in NAMES:
         files = {path.name: path for path in (WEIGHTS / name).iterdir()}
         card = {"evaluation.json", "README.md"} if name in CIFAR else set()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import random
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,9 +47,22 @@ SLOW_FILES = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow files first: a slow file that starts last keeps one worker busy while the others are idle."""
+    """Slow files first: a slow file that starts last keeps one worker busy while the others are idle.
+
+    With ``SELFCONV_TEST_ORDER=SEED`` the files come in a random order, to find tests that depend on it.
+    """
     rank = {TESTS / name: number for number, name in enumerate(SLOW_FILES)}
+    if seed := os.environ.get("SELFCONV_TEST_ORDER"):
+        files = sorted({item.path for item in items})
+        random.Random(seed).shuffle(files)
+        rank = {path: number for number, path in enumerate(files)}
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
+
+
+def pytest_collection_finish() -> None:
+    """Imported modules are never freed: collections of garbage, which torch calls often, skip them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -37,7 +37,7 @@ EPOCHS = 12  # enough for two processes that start together to run at the same t
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     data = tiny_data(tmp_path_factory.mktemp("data"))
-    models = ("resnet29", "resnet29_se", "resnet29_asc")
+    models = ("resnet29", "resnet29_se", "resnet29_depthwise")  # which do not load the kernels of attention
     trials = [Trial(tiny_config(data, model, epochs=EPOCHS), model, "tiny") for model in models]
     return Plan("tiny", "Tiny networks", "tiny", tuple(trials))
 

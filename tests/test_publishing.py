@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -12,13 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import ROOT
 from helpers.made_runs import make_plan, make_run
 from helpers.tiny_runs import same_weights, tiny_config
 
-from selfconv.train import Interrupted, StopSignals, train
-from selfconv.trained import evaluate, open_trained
+from selfconv._files import read_as
+from selfconv.models import count_parameters, create_model
+from selfconv.study.paper import TABLES
+from selfconv.study.plans import FAIR_BASELINE
+from selfconv.train import Interrupted, Record, StopSignals, train
+from selfconv.trained import Evaluation, evaluate, open_trained
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "publish_runs.py"
+SCRIPT = ROOT / "scripts" / "publish_runs.py"
 TRIALS = [
     {"folder": f"{model}/seed-{seed}", "model": model, "label": model, "group": "cifar10"}
     for model in ("resnet29", "resnet29_asc")
@@ -110,3 +116,23 @@ def test_unfinished_runs_are_kept_until_they_have_finished(
     evaluate(open_trained(elsewhere), pictures=False)
     assert publish(tmp_path / "elsewhere", weights=False) == []
     assert not kept.exists()
+
+
+def test_the_readme_shows_what_is_published_of_cifar10() -> None:
+    """All lines of the plan, our accuracies if there is a record of them, beside the paper's."""
+    rows = re.findall(
+        r"^\| `(\w*resnet29\w*)` \|(.*)\|$", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE
+    )
+    paper = TABLES["cifar10"].rows
+    assert {name for name, _ in rows} == {*paper, FAIR_BASELINE}
+    for name, cells in rows:
+        run, ours, theirs = ROOT / "results" / "cifar10" / name / "seed-0", [""] * 3, ""
+        if run.exists():
+            record = read_as(Record, run / "record.json")
+            evaluation = read_as(Evaluation, run / "evaluation.json")
+            accuracies = (record.val_accuracy, evaluation.accuracy, evaluation.turned_accuracy)
+            ours = [f"{100 * accuracy:.2f}" for accuracy in accuracies]
+        if name in paper:
+            theirs = f"{paper[name].accuracy.mean:.2f} ± {paper[name].accuracy.deviation:.2f}"
+        parameters = f"{count_parameters(create_model(name)):,}"
+        assert [cell.strip() for cell in cells.split("|")] == [parameters, *ours, theirs]

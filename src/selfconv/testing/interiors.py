@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -106,7 +107,7 @@ def interior_error(
         interior &= (module(disturbed) == y).flatten(0, -axes - 1).all(0)  # [h, w] or [L]
         if not interior.any():  # before NaN comes near the statistics of a batch norm in training
             return None
-    interior = _enclosed(interior)
+    interior = enclosed(interior, range(axes))
     errors = []
     for axis in range(axes):
         of_output = axes - 1 - axis if transposed else axis
@@ -121,9 +122,10 @@ def interior_error(
     return largest(errors) if len(errors) == axes else None
 
 
-def _enclosed(interior: Tensor) -> Tensor:
+def enclosed(interior: Tensor, axes: Sequence[int]) -> Tensor:
     """Without the cells that are farther from the centre than one that the border changes: padding."""
-    for axis, n in enumerate(interior.shape):
+    for axis in axes:
+        n = interior.shape[axis]
         near, far = (~interior).split((n // 2, n - n // 2), axis)
         interior = ~torch.cat([near.flip(axis).cumsum(axis).flip(axis), far.cumsum(axis)], axis).bool()
     return interior

@@ -22,6 +22,7 @@ Key = tuple[str, int]  # a layer, and how often it was called before
 Stage = Literal["input", "output"]
 Place = tuple[Key, Stage, int]  # of a tensor in a run
 NOTE = "raised in "  # and the name of a layer
+GIVEN: Key = ("the model's input", 0)
 END: tuple[Key, Stage] = (("the model's output", 0), "output")
 
 
@@ -75,6 +76,8 @@ class FirstRun:
 
     def tensor(self, place: Place) -> Tensor:
         key, stage, i = place
+        if key == GIVEN:
+            return self.x[i]
         leaf: Tensor = self.calls[key].leaves[stage][i] if key in self.calls else as_tensor(self.output[i])
         return leaf
 

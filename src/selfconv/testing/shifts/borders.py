@@ -14,6 +14,7 @@ from selfconv.testing.errors import Function, largest
 from selfconv.testing.interiors import interior_error as shifted_error
 from selfconv.testing.layers.runs import (
     END,
+    GIVEN,
     Key,
     Place,
     Stage,
@@ -22,8 +23,8 @@ from selfconv.testing.layers.runs import (
 )
 from selfconv.testing.layers.windows import largest_dilation, sampling
 from selfconv.testing.leaves import aligned, as_tensor, judgeable
-from selfconv.testing.shifts.motion import GIVEN, Motion
-from selfconv.testing.shifts.moves import ROOM, Move, Steps, tiled
+from selfconv.testing.shifts.motion import Motion
+from selfconv.testing.shifts.moves import ROOM, Move, Object, Steps, tiled
 from selfconv.testing.shifts.objects import Objects
 from selfconv.testing.shifts.scales import Scale
 
@@ -152,8 +153,8 @@ def _centre_error(motion: Motion, key: Key) -> float | None:
     given = {i: inputs[i] for i in moves} if fixed_size else larger
     near = not fixed_size or min(move.room(given[i]) for i, move in moves.items()) < ROOM
 
-    def run(steps: Steps | None) -> dict[Place, Tensor]:
-        leaves = call.run({i: move.object(given[i], steps) for i, move in moves.items()})
+    def run(which: Object | None) -> dict[Place, Tensor]:
+        leaves = call.run({i: move.object(given[i], which) for i, move in moves.items()})
         return {(key, "output", i): leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
 
     objects = Objects(motion, [(move, given[i]) for i, move in moves.items()], run)
@@ -177,32 +178,37 @@ def errors_between(
     """The errors of tensors that did not move exactly, inputs of layers and outputs of the network.
 
     An error is that at the places which the border does not influence; if there are none, that of features
-    which are zero but for one cell, far from the border. None if the border may be too near to tell, or if no
-    stride follows from the sizes.
+    which are zero but for some cells, far from the border. None if the border may be too near to tell, or if
+    no stride follows from the sizes.
     """
     if not inexact:
         return []
     dilation = largest_dilation(motion.first.model)
 
-    def other_border(place: Place, t: Tensor) -> Tensor:
-        return torch.where(motion.border(place, t, dilation), t + 1, t)
+    def runs(where: Callable[[Place, Tensor], Tensor]) -> list[dict[Place, Tensor]]:
+        """Changes some cells in several ways: what saturates passes on NaN, a comparison the others."""
+        found = []
+        for factor, more in ((1, 1), (-100, 0), (math.nan, 0)):
 
-    def no_border(place: Place, t: Tensor) -> Tensor:
-        return t.masked_fill(motion.border(place, t, dilation), math.nan)
+            def change(place: Place, t: Tensor, factor: float = factor, more: float = more) -> Tensor:
+                return torch.where(where(place, t), factor * t + more, t)
 
-    changes = (other_border, no_border)
-    disturbed = [_result(lambda change=change: _replay(motion, change)) or {} for change in changes]  # type: ignore[misc]
+            found.append(_result(lambda change=change: _replay(motion, change)))  # type: ignore[misc]
+        return [run for run in found if run]
+
+    border = runs(lambda place, t: motion.border(place, t, dilation))
+    centre = runs(motion.centre)
     objects = Objects(
         motion,
         motion.maps(),
-        lambda steps: _replay(motion, lambda place, t: motion.object(place, t, steps)),
+        lambda which: _replay(motion, lambda place, t: motion.object(place, t, which)),
     )
     any_size = motion.scales.any_size
 
     def error(place: Place, steps: Steps, after: Tensor) -> float | None:
         if not motion.has_stride(place):
             return None
-        inside = motion.error_inside(place, after, steps, disturbed)
+        inside = motion.error_inside(place, after, steps, border, centre)
         if inside is not None:
             return inside
         return objects.error(place, unclear=any_size or motion.room(place) < ROOM)

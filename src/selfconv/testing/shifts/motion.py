@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import takewhile
 
 import torch
 from torch import Tensor, nn
 
 from selfconv.testing.errors import relative_error
-from selfconv.testing.layers.runs import END, FirstRun, Key, Place, Stage
-from selfconv.testing.shifts.moves import STILL, Move, Steps, permuted, typical_error
+from selfconv.testing.layers.runs import END, GIVEN, FirstRun, Key, Place, Stage
+from selfconv.testing.shifts.moves import STILL, Move, Object, Steps, permuted, typical_error
 from selfconv.testing.shifts.scales import Scale, Scales
 
-GIVEN: Key = ("the model's input", 0)
-
 Limit = Callable[[Key, Stage, int | None], float]
+Runs = list[dict[Place, Tensor]]
 
 
 class Motion:
@@ -154,28 +154,34 @@ class Motion:
         move = self.moves.get(place)
         return t if move is None else move.by(t, steps)
 
-    def object(self, place: Place, t: Tensor, steps: Steps | None) -> Tensor:
-        """One cell in zeros, or none, if the tensor moves."""
+    def object(self, place: Place, t: Tensor, which: Object | None) -> Tensor:
+        """Some cells in zeros, or none, if the tensor moves."""
         move = self.moves.get(place)
-        return move.object(t, steps) if move and move.axes else t
+        return move.object(t, which) if move and move.axes else t
 
     def maps(self) -> list[tuple[Move, Tensor]]:
         """All tensors that move, the input's among them."""
-        given: list[tuple[Place, Tensor]] = [((GIVEN, "input", i), t) for i, t in enumerate(self.first.x)]
-        found = [*given, *((p, self.first.tensor(p)) for p in self.moves if p[0] != GIVEN)]
-        return [(move, t) for p, t in found if (move := self.moves.get(p)) and move.axes]
+        return [(move, self.first.tensor(p)) for p, move in self.moves.items() if move and move.axes]
 
     def border(self, place: Place, t: Tensor, dilation: int) -> Tensor:
         move = self.moves.get(place)
-        return move.border(t, dilation) if move and move.axes else torch.zeros_like(t, dtype=torch.bool)
+        if not (move and move.axes):
+            return torch.zeros_like(t, dtype=torch.bool)
+        steps = max(map(abs, move.cells)) // self.multiple  # a stride may leave out the others
+        return move.border(t, max(dilation, steps))
+
+    def centre(self, place: Place, t: Tensor) -> Tensor:
+        """True for the cells of the patch, if the tensor moves."""
+        move = self.moves.get(place)
+        still = torch.zeros_like(t, dtype=torch.bool)
+        return move.object(~still, ((0,) * self.first.axes, "patch")) if move and move.axes else still
 
     def room(self, place: Place) -> int:
         """How many cells are beside the centre, there and in the input."""
-        given: list[tuple[Place, Tensor]] = [((GIVEN, "input", i), t) for i, t in enumerate(self.first.x)]
         rooms = [
-            move.room(t)
-            for p, t in [*given, (place, self.first.tensor(place))]
-            if (move := self.moves.get(p)) and move.axes
+            move.room(self.first.tensor(p))
+            for p, move in self.moves.items()
+            if (p[0] == GIVEN or p == place) and move and move.axes
         ]
         return min(rooms, default=0)
 
@@ -187,17 +193,40 @@ class Motion:
         return permuted(after, before) if move is None else relative_error(after, move.by(before, steps))
 
     def error_inside(
-        self, place: Place, after: Tensor, steps: Steps, disturbed: list[dict[Place, Tensor]]
+        self, place: Place, after: Tensor, steps: Steps, border: Runs, centre: Runs
     ) -> float | None:
-        """At the places that do not depend on the border: those that are the same in runs that change it."""
+        """At the places that do not depend on the border: those that are the same in runs that change it, and
+        as far from it as what changes with the centre is from the centre."""
         t, move = self.first.tensor(place), self.moves[place]
         if move is None or not move.axes or after.shape != t.shape:
             return None
-        others = [axis for axis in range(t.dim()) if axis not in move.axes]
-        inside = ~move.border(t, 1)
-        for run in disturbed:
-            if place not in run or run[place].shape != t.shape:
-                return None
-            inside &= (run[place] == t).all(dim=others, keepdim=True)
-        inside = move.by(inside, steps)
+        by_border, by_centre = (self._changed(place, runs) for runs in (border, centre))
+        if by_border is None or by_centre is None or not bool(by_centre.any()):
+            return None
+        reach = [
+            far + more for far, more in zip(move.reach(by_centre), self._padding(place, move), strict=True)
+        ]
+        inside = move.by(move.inside(~by_border, reach), steps).expand_as(t)
         return relative_error(after[inside], move.by(t, steps)[inside]) if bool(inside.any()) else None
+
+    def _padding(self, place: Place, move: Move) -> list[int]:
+        """By how many cells a map may have been padded, along each axis: it is larger than one before it. Not
+        more than a quarter of it, as a skip connection leads past smaller ones."""
+        maps = takewhile(lambda p: p != place, self.moves)
+        others = [other.sides(self.first.tensor(p)) for p in maps if (other := self.moves[p]) and other.axes]
+        sides = move.sides(self.first.tensor(place))
+        return [
+            math.ceil(min(n / 4, n - least) * abs(cells))
+            for n, least, cells in zip(
+                sides, map(min, zip(sides, *others, strict=True)), move.cells, strict=True
+            )
+        ]
+
+    def _changed(self, place: Place, runs: Runs) -> Tensor | None:
+        """Where a tensor differs from that of the first run in any of the runs; None without a run."""
+        t, move = self.first.tensor(place), self.moves[place]
+        others = [axis for axis in range(t.dim()) if move and axis not in move.axes]
+        found = [run[place] for run in runs if place in run]
+        if not found or any(other.shape != t.shape for other in found):
+            return None
+        return torch.stack([(other != t).any(dim=others, keepdim=True) for other in found]).any(0)

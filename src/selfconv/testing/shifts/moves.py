@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from selfconv.testing.errors import relative_error
+from selfconv.testing.interiors import enclosed
 
 Steps = tuple[int, ...]  # how often a shift is repeated along rows and columns, or along a sequence
+# where an object is that keeps from the border: in a patch of a few cells at the centre; everywhere but for a
+# quarter of the map at each side; everywhere but for the window that is assumed of functions
+Extent = Literal["patch", "inner", "outer"]
+Object = tuple[Steps, Extent]  # moved by some steps
 
 Found = TypeVar("Found")
 P = ParamSpec("P")
@@ -24,16 +29,22 @@ ROOM = 2  # the assumed radius, in cells, of windows of functions outside any la
 def _on_maps(
     method: Callable[Concatenate[Move, Tensor, P], Found],
 ) -> Callable[Concatenate[Move, Tensor, P], Found]:
-    """Makes a method for maps one for flat tensors too, which become maps for it, and flat again."""
+    """Makes a method for maps one for flat tensors too, which become maps for it, and flat again, and for
+    maps that move against the image, which are turned over for it."""
 
     @wraps(method)
     def wrapped(move: Move, x: Tensor, *args: P.args, **options: P.kwargs) -> Found:
-        if not move.flat:
+        if move.flat:
+            (axis,) = move.axes
+            maps = x.unflatten(axis, (math.isqrt(x.shape[axis]), -1))
+            found = wrapped(Move((axis, axis + 1), move.cells), maps, *args, **options)
+            return found.flatten(axis, axis + 1) if isinstance(found, Tensor) else found  # type: ignore[return-value]
+        against = [axis for axis, cells in zip(move.axes, move.cells, strict=True) if cells < 0]
+        if not against:
             return method(move, x, *args, **options)
-        (axis,) = move.axes
-        maps = x.unflatten(axis, (math.isqrt(x.shape[axis]), -1))
-        found = method(Move((axis, axis + 1), move.cells), maps, *args, **options)
-        return found.flatten(axis, axis + 1) if isinstance(found, Tensor) else found  # type: ignore[return-value]
+        ahead = Move(move.axes, tuple(map(abs, move.cells)))
+        found = method(ahead, x.flip(against), *args, **options)
+        return found.flip(against) if isinstance(found, Tensor) else found  # type: ignore[return-value]
 
     return wrapped
 
@@ -43,7 +54,8 @@ class Move:
     """A circular shift by some cells along each of some axes; without axes, the identity.
 
     The axes are those of the image's rows and columns, in this order: of a transposed map, the last is first.
-    ``flat`` are square maps whose rows follow each other along one axis: tokens.
+    Maps that are mirrored move against the image, by negative numbers of cells. ``flat`` are square maps
+    whose rows follow each other along one axis: tokens.
     """
 
     axes: tuple[int, ...] = ()
@@ -64,39 +76,65 @@ class Move:
         return x.roll([cells * step for cells, step in zip(self.cells, steps, strict=True)], self.axes)
 
     @_on_maps
-    def object(self, x: Tensor, steps: Steps | None) -> Tensor:
-        """One cell of x in zeros: that near the centre, moved by some steps. Zeros alone for None."""
+    def object(self, x: Tensor, which: Object | None) -> Tensor:
+        """Some cells of x in zeros. Zeros alone for None."""
         alone = torch.zeros_like(x)
-        if steps is not None:
-            chosen: list[Any] = [slice(None)] * x.dim()
-            for axis, cell in zip(self.axes, self._centre(x), strict=True):
-                chosen[axis] = cell
-            alone[tuple(chosen)] = x[tuple(chosen)]
-        return alone if steps is None else self.by(alone, steps)
+        if which is None:
+            return alone
+        steps, extent = which
+        chosen: list[Any] = [slice(None)] * x.dim()
+        for axis, (first, end) in zip(self.axes, self._span(x, extent), strict=True):
+            chosen[axis] = slice(first, end)
+        alone[tuple(chosen)] = x[tuple(chosen)]
+        return self.by(alone, steps)
 
     @_on_maps
-    def bounds(self, x: Tensor, *, far: bool) -> list[tuple[int, int]]:
-        """The least and the largest step along each axis that keeps the object from the border: by a quarter
-        of the map, or ``far`` from the centre by the window that is assumed of functions."""
-        found = []
-        for axis, cells, at in zip(self.axes, self.cells, self._centre(x), strict=True):
-            n = x.shape[axis]
-            margin = max(0, min(ROOM, (n - 1 - cells) // 2))
-            margin = margin if far else max(margin, n // 4)
-            last = (n - 1 - margin - at) // cells
-            found.append((-(max(0, at - margin) // cells), max(1, last)))
-        return found
+    def bounds(self, x: Tensor, extent: Extent) -> list[tuple[int, int]]:
+        """The least and the largest step along each axis that keeps the patch inside an extent, moved by one
+        step."""
+        axes = zip(self.cells, self._span(x, "patch"), self._span(x, extent), strict=True)
+        return [
+            (-(max(0, at - first) // cells), max(1, (last + cells - end) // cells))
+            for cells, (at, end), (first, last) in axes
+        ]
 
-    def _centre(self, x: Tensor) -> list[int]:
-        """Avoids cells that the shift maps to their mirror image, where a symmetric fault does not show."""
-        pairs = zip(self.axes, self.cells, strict=True)
-        return [max(0, (x.shape[axis] - cells) // 2 - 1) for axis, cells in pairs]
+    def _span(self, x: Tensor, extent: Extent) -> list[tuple[int, int]]:
+        """From which cell to which an object is, along each axis."""
+        found = []
+        for axis, cells in zip(self.axes, self.cells, strict=True):
+            n = x.shape[axis]
+            width = max(1, min(cells + 2, n - cells - 2 * ROOM))  # a step leaves out no row between patches
+            # one cell is not moved to its mirror image, where a symmetric fault does not show
+            at = max(0, (n - cells - max(width, 2)) // 2)
+            margin = max(0, min(ROOM, (n - width - cells) // 2), n // 4 if extent == "inner" else 0)
+            found.append((at, at + width) if extent == "patch" else (margin, max(margin, n - margin - cells)))
+        return found
 
     @_on_maps
     def room(self, x: Tensor) -> int:
-        """How many cells are beside that cell on each side, before the move and after it."""
-        places = zip(self.axes, self.cells, self._centre(x), strict=True)
-        return min((min(at, x.shape[axis] - 1 - at - cells) for axis, cells, at in places), default=0)
+        """How many cells are beside the patch on each side, before a step and after it."""
+        places = zip(self.axes, self.cells, self._span(x, "patch"), strict=True)
+        return min((min(at, x.shape[axis] - end - cells) for axis, cells, (at, end) in places), default=0)
+
+    @_on_maps
+    def reach(self, changed: Tensor) -> list[int]:
+        """How far from the patch there are cells that changed with it, along each axis."""
+        found = []
+        for axis, (at, end) in zip(self.axes, self._span(changed, "patch"), strict=True):
+            cells = changed.movedim(axis, 0).flatten(1).any(1).nonzero()
+            found.append(int(torch.cat([at - cells, cells - end + 1, cells.new_zeros(1, 1)]).max()))
+        return found
+
+    @_on_maps
+    def inside(self, free: Tensor, reach: Sequence[int]) -> Tensor:
+        """Of the cells that the border does not influence, those that are no padding, and that it does not
+        influence either if windows reach so far, before a step and after it."""
+        free = enclosed(free, self.axes)
+        for axis, cells, far in zip(self.axes, self.cells, reach, strict=True):
+            place = torch.arange(free.shape[axis], device=free.device)
+            within = (place >= far) & (place < free.shape[axis] - far - cells)
+            free = free & within.view([-1 if i == axis else 1 for i in range(free.dim())])
+        return free
 
     @_on_maps
     def border(self, x: Tensor, dilation: int) -> Tensor:
@@ -104,11 +142,16 @@ class Move:
         inner: list[Any] = [slice(None)] * x.dim()
         for axis, cells in zip(self.axes, self.cells, strict=True):
             n = x.shape[axis] - cells
-            frame = max(1, n // 4, min(dilation, n // 2 - 1))
+            frame = max(1, min(dilation, n // 2 - 1))
             inner[axis] = slice(frame, max(frame, n - frame))
         border = torch.ones_like(x, dtype=torch.bool)
         border[tuple(inner)] = False
         return border
+
+    @_on_maps
+    def sides(self, x: Tensor) -> list[float]:
+        """In steps."""
+        return [x.shape[axis] / cells for axis, cells in zip(self.axes, self.cells, strict=True)]
 
     @_on_maps
     def tiled(self, x: Tensor, copies: int) -> Tensor:

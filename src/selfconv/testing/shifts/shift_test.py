@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from selfconv.testing.errors import largest
-from selfconv.testing.layers.runs import END, FirstRun, Key, Place, Stage, replacing, run_observed
+from selfconv.testing.layers.runs import END, GIVEN, FirstRun, Key, Place, Stage, replacing, run_observed
 from selfconv.testing.leaves import aligned, as_tensor, judgeable
 from selfconv.testing.shifts.borders import error_away_from_the_border, errors_between, interior_error
-from selfconv.testing.shifts.motion import GIVEN, Limit, Motion
+from selfconv.testing.shifts.motion import Limit, Motion
 from selfconv.testing.shifts.moves import STILL, Steps
 from selfconv.testing.shifts.scales import Scales
 

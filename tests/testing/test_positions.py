@@ -323,3 +323,79 @@ def test_windows_of_functions_are_no_fault(
     assert found.passed, found.summary()
     found = audit(Reads("z2", lambda h: end(window(h, k))), n)
     assert found.passed, found.summary()
+
+
+class Mean(nn.Module):
+    """The mean of two layers over copies of the image: a function, and one that undoes it."""
+
+    def __init__(self, copies: list[Callable[[Tensor], Tensor]], layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.copies, self.layers = copies, nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        function, back = self.copies[0::2], self.copies[1::2]
+        return sum(undo(self.net(do(x))) for do, undo in zip(function, back, strict=True))
+
+    def net(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def mirror(*axes: int) -> list[Callable[[Tensor], Tensor]]:
+    return [lambda x: x.flip(axes)] * 2
+
+
+def turn(k: int) -> list[Callable[[Tensor], Tensor]]:
+    return [lambda x: x.rot90(k, (-2, -1)), lambda x: x.rot90(-k, (-2, -1))]
+
+
+class Mirror(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flip((-2, -1))
+
+
+COPIES: dict[str, list[Callable[[Tensor], Tensor]]] = {
+    "columns": [*mirror(), *mirror(-1)],
+    "rows": [*mirror(), *mirror(-2)],
+    "a mirrored copy alone": mirror(-1),
+    "half a turn": [*mirror(), *mirror(-2, -1)],
+    "in a layer": [Mirror(), Mirror()],
+    "quarter turns": [*turn(0), *turn(1), *turn(2), *turn(3)],
+    "turns and mirrors": [*turn(1), *mirror(-1), lambda x: x.mT, lambda x: x.mT],
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+@pytest.mark.parametrize("size", [8, 13, 16])
+def test_layers_on_mirrored_and_turned_copies(name: str, size: int) -> None:
+    torch.manual_seed(0)
+    copies = COPIES[name]
+    layers = [nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 5, padding=2)]
+    strided = [*layers[:2], nn.MaxPool2d(2), layers[2], nn.AdaptiveAvgPool2d(1)]
+    for net in (layers, strided[:-1] if size % 2 == 0 else layers[:1], strided):
+        found = audit(Mean(copies, net), size)
+        assert found.passed, found.summary()
+        assert found.untested == [], found.summary()
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_positions_on_mirrored_and_turned_copies_are_found(name: str) -> None:
+    torch.manual_seed(0)
+    function = Between(lambda h: h * weights(16, 5, "z2"))
+    found = audit(Mean(COPIES[name], [function]), 16)
+    assert found.culprit is not None
+    assert found.culprit.startswith("layers.0.last"), found.summary()
+
+
+def test_a_mirrored_output_is_not_claimed() -> None:
+    found = audit(Mean([lambda x: x.flip(-1), lambda x: x], [nn.Conv2d(3, 4, 3, padding=1)]), 12)
+    assert not found.passed or found.untested == ["the model's output"], found.summary()
+
+
+def test_sequences_that_are_read_in_both_directions() -> None:
+    torch.manual_seed(0)
+    net = [nn.Conv1d(3, 4, 5, padding=2), nn.ReLU(), nn.Conv1d(4, 4, 3, padding=1)]
+    found = audit(Mean([*mirror(), *mirror(-1)], net), 20, inputs="sequence")
+    assert found.passed, found.summary()
+    assert found.untested == [], found.summary()

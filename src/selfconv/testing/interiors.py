@@ -94,7 +94,8 @@ def interior_error(
 
     Args:
         y: the output for x.
-        given, moved: by how many cells along each axis x is shifted, and its output should be.
+        given, moved: by how many cells along each axis x is shifted, and its output should be; less than 0 if
+            that is mirrored.
         transposed: whether rows of x are columns of the output.
     """
     axes = len(given)
@@ -113,7 +114,10 @@ def interior_error(
         of_output = axes - 1 - axis if transposed else axis
         cells = moved[of_output]
         inside = interior.roll(cells, of_output)
-        inside.narrow(of_output, 0, min(cells, inside.shape[of_output])).fill_(False)  # from the other side
+        n = inside.shape[of_output]
+        inside.narrow(of_output, 0 if cells > 0 else max(0, n + cells), min(abs(cells), n)).fill_(
+            False
+        )  # from the other side
         if not inside.any():
             return None
         after, expected = module(x.roll(given[axis], axis - axes)), y.roll(cells, of_output - axes)

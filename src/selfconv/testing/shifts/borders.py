@@ -24,7 +24,7 @@ from selfconv.testing.layers.runs import (
 from selfconv.testing.layers.windows import largest_dilation, sampling
 from selfconv.testing.leaves import aligned, as_tensor, judgeable
 from selfconv.testing.shifts.motion import Motion
-from selfconv.testing.shifts.moves import ROOM, Move, Object, Steps, tiled
+from selfconv.testing.shifts.moves import ROOM, STILL, Move, Object, Steps, tiled
 from selfconv.testing.shifts.objects import Objects
 from selfconv.testing.shifts.scales import Scale
 
@@ -78,8 +78,7 @@ def _interior_error(motion: Motion, key: Key, copies: Callable[[Tensor], int]) -
             motion,
             (key, "output", i),
             scales[i],
-            _transposed(motion.moves.get((key, "input", at)))
-            != _transposed(motion.moves.get((key, "output", i))),
+            motion.moves.get((key, "input", at)) or STILL,
         )
         for i in outputs
     ]
@@ -93,11 +92,17 @@ def _least_error(
     motion: Motion,
     place: Place,
     scale: Scale | None,
-    transposed: bool,
+    before: Move,
 ) -> float | None:
     """For its scale or, if that is not known but one size is a multiple of the other, the ratio of cells that
-    fits best; None if nothing can be compared."""
+    fits best; None if nothing can be compared.
+
+    Args:
+        before: how the function's input moves with the image.
+    """
     axes, frame = motion.first.axes, largest_dilation(module)
+    after = motion.moves.get(place) or STILL
+    signs = before.signs(after) if before.axes and len(after.axes) == axes else (1,) * axes
     y = function(x)
     n, m = x.shape[-1], y.shape[-1]
     if scale is None and n % m and m % n:
@@ -107,10 +112,13 @@ def _least_error(
     errors = []
     for ratio in ratios:
         given = tuple(motion.multiple * cells.denominator for cells in ratio)
-        moved = tuple(motion.multiple * cells.numerator for cells in ratio)
+        moved = tuple(
+            motion.multiple * cells.numerator * sign for cells, sign in zip(ratio, signs, strict=True)
+        )
         reach = frame if rule else frame * max(cells.denominator for cells in ratio)
         if all(n >= 2 * cells + 2 for n, cells in zip(x.shape[-axes:], given, strict=True)):
-            error = shifted_error(function, x, y, given, moved, reach, transposed=transposed)
+            turned = before.transposed() != after.transposed()
+            error = shifted_error(function, x, y, given, moved, reach, transposed=turned)
             errors += [] if error is None else [error]
     fitting = [error for error in errors if error <= motion.limit(*place)]
     if fitting:
@@ -122,10 +130,6 @@ def _ratios(n: int, m: int) -> list[Fraction]:
     """How many cells of a map of m a side there may be for each of one of n, where one is a multiple of the
     other; equally many, if the rest is padding. The likely first."""
     return list(dict.fromkeys([Fraction(m, n), Fraction(1)]))
-
-
-def _transposed(move: Move | None) -> bool:
-    return move is not None and move.axes != tuple(sorted(move.axes))
 
 
 def _places_last(motion: Motion, place: Place, x: Tensor) -> bool:

@@ -70,6 +70,8 @@ class Motion:
             ]
         else:
             found = [guess for move in arrangements for guess in self._guesses(place, move)]
+        if place[:2] != END:
+            found += [mirrored for move in found for mirrored in move.mirrored()]
         return [*(move for move in found if move.moves(t)), STILL]
 
     def _arrangements(self, place: Place, t: Tensor) -> list[Move]:
@@ -129,7 +131,9 @@ class Motion:
 
     def _found(self, place: Place, after: Tensor, steps: Steps) -> tuple[Move | None, float]:
         before, limit, noted = self.first.tensor(place), self.limit(*place), self.moves.get(place)
-        moves = sorted(self.candidates(place), key=lambda move: move != noted)
+        moves = self.candidates(place)
+        if noted:
+            moves.sort(key=noted.unlike)
         if not moves:
             return None, 0.0  # the shift leads once round the map
         for move in moves:
@@ -138,6 +142,9 @@ class Motion:
                 return move, error
         if after.shape != before.shape:
             return moves[0], math.inf
+        given = self.moves.get((place[0], "input", 0)) if place[1] == "output" else None
+        if given:
+            moves.sort(key=lambda m: (m.transposed() != given.transposed(), -1 in given.signs(m)))
         typical = [
             move for move in moves if move.axes and typical_error(after, move.by(before, steps)) <= limit
         ]

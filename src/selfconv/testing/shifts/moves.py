@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
+from itertools import product
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
@@ -67,6 +68,23 @@ class Move:
         """Not if it goes once round a map, or several times."""
         pairs = zip(self.axes, self.cells, strict=True)
         return any(x.shape[axis] == 1 or cells % x.shape[axis] for axis, cells in pairs)
+
+    def mirrored(self) -> list[Move]:
+        """Those of mirrored maps, which move against this one along some axes."""
+        some = list(product((1, -1), repeat=len(self.cells)))[1:]
+        return [replace(self, cells=tuple(a * b for a, b in zip(self.cells, s, strict=True))) for s in some]
+
+    def unlike(self, other: Move) -> tuple[bool, int]:
+        """How much another move differs."""
+        return self.axes != other.axes, sum(a != b for a, b in zip(self.cells, other.cells, strict=False))
+
+    def transposed(self) -> bool:
+        return self.axes != tuple(sorted(self.axes))
+
+    def signs(self, other: Move) -> tuple[int, ...]:
+        """Along each axis of maps that move in another way: -1 if they move against those of this one."""
+        along = sorted(zip(other.axes, self.cells, other.cells, strict=False))
+        return tuple(1 if a * b > 0 else -1 for _, a, b in along)
 
     @_on_maps
     def by(self, x: Tensor, steps: Steps) -> Tensor:

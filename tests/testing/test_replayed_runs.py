@@ -6,10 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from selfconv.nn import GroupConv2d, LiftingConv2d
-from selfconv.testing import audit, equivariance_error
+from selfconv.testing import audit, equivariance_error, shift_error
 
 
 class RefusesLater(nn.Module):
@@ -32,7 +35,7 @@ class RefusesNaN(nn.Module):
         self.last = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(finite(torch.nn.functional.avg_pool2d(self.conv(x), 3, 1, 1)))
+        y: Tensor = self.last(finite(F.avg_pool2d(self.conv(x), 3, 1, 1)))
         return y
 
 
@@ -95,6 +98,96 @@ def test_models_that_differentiate() -> None:
     assert not audit(broken, 12).passed
 
 
+class Gradient(nn.Module):
+    """The same, without a word about gradients; by x itself, it cannot be differentiated."""
+
+    def __init__(self, factors: float | Tensor = 1.0, *, by_x: bool = False) -> None:
+        super().__init__()
+        self.conv, self.factors, self.by_x = nn.Conv2d(3, 4, 3, padding=1), factors, by_x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.by_x else x.detach().requires_grad_()
+        return torch.autograd.grad((self.conv(x).square() * self.factors).sum(), x)[0]
+
+
+def test_models_that_differentiate_without_enabling_gradients() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 3, 12, 12, dtype=torch.float64)
+    for enabled in (False, True):
+        with torch.set_grad_enabled(enabled):
+            assert audit(Gradient(), 12).summary().startswith("equivariant to shifts at 12x12")
+            assert shift_error(Gradient().double(), x) == pytest.approx(0, abs=1e-12)
+            assert max(equivariance_error(Gradient().double(), x, "p4")) > 0.1
+            assert torch.is_grad_enabled() == enabled
+    broken = Gradient(torch.arange(12))
+    assert not audit(broken, 12).passed
+    assert (shift_error(broken.double(), x) or 0) > 0.01
+
+
+def test_models_that_differentiate_by_tensors_without_gradients() -> None:
+    x = torch.randn(1, 3, 12, 12, dtype=torch.float64)
+    model = Gradient(by_x=True)
+    message = "expected a module that calls requires_grad_\\(\\) where it differentiates"
+    for measure in (
+        lambda: audit(model, 12),
+        lambda: shift_error(model.double(), x),
+        lambda: equivariance_error(model.double(), x, "p4"),
+    ):
+        with pytest.raises(ValueError, match=message) as error:
+            measure()
+        assert "\n" not in str(error.value)
+
+
+TABLE = torch.randn(64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def looked_up(h: Tensor) -> Tensor:
+    """Only for values that are numbers."""
+    if h.isnan().any():
+        raise IndexError("out of range")  # as the next line does on a CPU
+    return TABLE[(h.sigmoid() * 63).long()]
+
+
+@pytest.mark.parametrize("size", [8, 12, 17])
+@pytest.mark.parametrize("window", [1, 3, 5])
+def test_values_as_indices(size: int, window: int) -> None:
+    torch.manual_seed(0)
+
+    def function(h: Tensor) -> Tensor:
+        return looked_up(F.avg_pool2d(h, window, 1, window // 2))
+
+    x = torch.randn(2, 3, size, size, dtype=torch.float64)
+    assert shift_error(function, x) == 0
+    assert (shift_error(lambda x: function(x) + torch.arange(size), x) or 0) > 0.01
+
+    class Looks(nn.Module):
+        def __init__(self, factors: float | Tensor = 1.0) -> None:
+            super().__init__()
+            self.conv, self.last, self.factors = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 1), factors
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.last(function(self.conv(x)) * self.factors)
+            return y
+
+    found = audit(Looks(), size)
+    assert found.passed, found.summary()
+    assert not audit(Looks(1 + torch.arange(size)), size).passed
+
+
+def test_a_module_that_takes_one_input_alone() -> None:
+    x = torch.randn(2, 3, 12, 12, dtype=torch.float64)
+    images = [x, x.roll(1, -1), x.roll(1, -2)]
+
+    def function(t: Tensor) -> Tensor:
+        if not any(torch.equal(t, image) for image in images):
+            raise RuntimeError("not an image of mine\nor of others")
+        return t * torch.arange(12)
+
+    message = "expected a module that takes other values at the border; got not an image of mine$"
+    with pytest.raises(ValueError, match=message):
+        shift_error(function, x)
+
+
 class ChannelsLast(nn.Module):
     """Features on the group with channels last: [N, |H|, h, w, C]."""
 
@@ -139,6 +232,57 @@ def test_booleans(group: str) -> None:
     assert audit(Mask(lambda h: h.mean()), 8, group).passed
     found = audit(Mask(lambda h: torch.linspace(-1, 1, 8, dtype=h.dtype)), 8, group)
     assert found.culprit == "the model's output", found.summary()
+
+
+DISCRETE: dict[str, Callable[[Tensor], Tensor]] = {
+    "positive": lambda h: h > 0,
+    "one channel": lambda h: h[:, :1] > 0.5,
+    "rare": lambda h: h[:, :1] > 1.5,
+    "labels": lambda h: h.argmax(1),
+    "two labels": lambda h: h[:, :2].argmax(1),
+    "signs": lambda h: h.sign(),
+    "chosen": lambda h: torch.where(h > 0, 1.0, -1.0),
+    "rounded": lambda h: h.round(),
+    "bins": lambda h: torch.bucketize(h, torch.linspace(-1, 1, 4, dtype=h.dtype)),
+}
+
+
+@pytest.mark.parametrize("name", DISCRETE)
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 999),
+    window=st.sampled_from([3, 5, 7]),
+    size=st.sampled_from([15, 18]),
+    batch=st.sampled_from([1, 2]),
+)
+def test_the_shift_error_of_labels_and_booleans(
+    name: str, seed: int, window: int, size: int, batch: int
+) -> None:
+    torch.manual_seed(seed)
+    conv = nn.Conv2d(3, 4, window, padding=window // 2).double()
+    x = torch.randn(batch, 3, size, size, dtype=torch.float64)
+    discrete = DISCRETE[name]
+    assert not shift_error(lambda x: discrete(conv(x)), x)  # 0, or None if it is False everywhere
+    ramp = torch.linspace(-4, 4, size, dtype=torch.float64) * torch.tensor([1.0, -1, 2, -2])[:, None, None]
+    assert shift_error(lambda x: discrete(conv(x) + ramp), x) != 0
+
+
+@pytest.mark.parametrize("name", DISCRETE)
+@pytest.mark.parametrize("seed", range(3))
+def test_labels_and_booleans_after_the_layers(name: str, seed: int) -> None:
+    torch.manual_seed(seed)
+
+    class Discrete(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.filters = nn.Conv2d(3, 4, 3, padding=1), nn.Parameter(torch.randn(4, 4, 5, 5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return DISCRETE[name](F.conv2d(self.conv(x), self.filters, padding=2))
+
+    outputs = "pixels" if "labels" in name else "planar"
+    found = audit(Discrete(), 14, outputs=outputs)
+    assert found.passed, found.summary()
 
 
 @pytest.mark.parametrize(

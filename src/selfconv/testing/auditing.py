@@ -14,7 +14,14 @@ from torch import Tensor, nn
 
 from selfconv.groups import Z2, Group, get_group
 from selfconv.ops import is_whole
-from selfconv.testing.checks import check_between, check_inputs, check_model, check_output, checked_tolerance
+from selfconv.testing.checks import (
+    check_between,
+    check_inputs,
+    check_model,
+    check_output,
+    checked_tolerance,
+    without_gradients,
+)
 from selfconv.testing.errors import default_tolerance, largest
 from selfconv.testing.kinds import FeaturesOn, Kind, check_kinds, is_sequence
 from selfconv.testing.layers.between import between_error, smooth_input
@@ -187,7 +194,7 @@ def _shown(error: float | None) -> str:
     return "-" if error is None else f"{error:.1e}"
 
 
-@torch.no_grad()
+@without_gradients
 @refused_in_one_line()
 def audit(
     model: nn.Module,

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +17,31 @@ from selfconv.ops import is_whole
 from selfconv.testing.kinds import Kind, as_tuple, default_kind
 from selfconv.testing.leaves import outputs_of, same
 
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
+NO_GRADIENT = "does not require grad"  # in what torch says where a model differentiates
 OTHERS = 8  # inputs for which an output is the same before it counts as constant
+
+
+def without_gradients(measure: Callable[P, Result]) -> Callable[P, Result]:
+    """Measures without gradients; with them, if the module differentiates and needs them."""
+
+    @wraps(measure)
+    def wrapped(*args: P.args, **options: P.kwargs) -> Result:
+        for enabled in (False, True):
+            try:
+                with torch.set_grad_enabled(enabled):
+                    return measure(*args, **options)
+            except (RuntimeError, ValueError) as error:
+                if NO_GRADIENT not in str(error):
+                    raise
+                refusal = error
+        raise ValueError(
+            "expected a module that calls requires_grad_() where it differentiates; got none there"
+        ) from refusal
+
+    return wrapped
 
 
 def check_group(group: Group) -> None:

@@ -22,6 +22,7 @@ from selfconv.testing.checks import (
     checked_tensors,
     checked_tolerance,
     shapes_of,
+    without_gradients,
 )
 from selfconv.testing.kinds import Kind, check_kinds, default_kind, is_sequence, transform
 from selfconv.testing.leaves import aligned, as_tensor, output_kinds, outputs_of, same
@@ -31,7 +32,7 @@ Function = Callable[[Tensor], Tensor]
 LEAST_CONSTANT = 1e4  # of masking constants
 
 
-@torch.no_grad()
+@without_gradients
 def equivariance_error(
     module: Callable[..., Any],
     x: Tensor | Sequence[Tensor],

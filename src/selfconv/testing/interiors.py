@@ -44,7 +44,8 @@ def shift_error(
 
     Padding makes the border different from the interior, so only outputs that do not depend on it are
     compared. They are found by changing the border and observing which outputs change, and with a border of
-    NaN, which also reaches outputs that depend on the border too weakly to change (a saturated softmax).
+    NaN, which also reaches outputs that depend on the border too weakly to change (a saturated softmax). An
+    error counts if it remains after many random changes, which reach labels and booleans.
     Outputs outside of those that change, such as padding, are part of the border. None if no output is left,
     for example if the receptive field covers the whole map.
 

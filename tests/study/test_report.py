@@ -259,7 +259,7 @@ def test_interval_of_the_difference_from_the_paper(tmp_path: Path) -> None:
     assert [len(r.trials) for r in table.rows] == [8, *[0] * 8]
     [line] = [line for line in report(tmp_path).md.splitlines() if line.startswith("| ResNet29 |")]
     assert line == (
-        "| ResNet29 | 92.18 ± 0.34 | 8 | 313,114 | 250 | 91.18 ± 0.34 | 8 | 313k | +1.00 | +0.64 to +1.36 |"
+        "| ResNet29 | 92.18 ± 0.34 | 8 | 313,114 | 91.18 ± 0.34 | 8 | 313k | +1.00 | +0.64 to +1.36 | 250 |"
     )
 
 
@@ -277,7 +277,7 @@ def report(*folders: Path, out: Path | None = None) -> Written:
 def test_one_run_has_no_interval(tmp_path: Path) -> None:
     make_run(tmp_path / "runs" / "a", accuracy=0.9)
     written = report(tmp_path / "runs")
-    assert "| 90.00 | 1 | 313,114 | 250 | 91.18 ± 0.34 | 8 | 313k | −1.18 | none: one run |" in written.md
+    assert "| 90.00 | 1 | 313,114 | 91.18 ± 0.34 | 8 | 313k | −1.18 | none: one run | 250 |" in written.md
     assert "none: one run" in written.html
 
 

@@ -22,27 +22,17 @@ class Column:
     of: str = ""  # what it belongs to: our runs, the paper, …
 
 
-OURS, PAPERS, BOTH = "These runs", "The paper", "Difference"
+OURS, PAPERS, BOTH, MORE = "These runs", "The paper", "Difference", "More on these runs"
 
 
 def columns(table: ResultTable) -> list[Column]:
-    """Those that say something for at least one row."""
+    """Those that say something for at least one row: our numbers beside the paper's, then the rest."""
     found = [
         Column("Model", lambda row: row.label),
         Column("Accuracy, %", lambda row: _mean(row.accuracy), OURS),
         Column("n", lambda row: str(len(row.trials)), OURS),
         Column("Parameters", lambda row: _count(row.parameters), OURS),
     ]
-    if any(row.turned for row in table.rows):
-        found.append(Column("Turned images, %", lambda row: _mean(row.turned), OURS))
-    if any(row.every_angle for row in table.rows):
-        found.append(Column("Every angle, %", lambda row: _mean(row.every_angle), OURS))
-    if any(row.equivariance_error is not None for row in table.rows):
-        found.append(Column("Equivariance error", _error, OURS))
-    if any(row.attention_entropy for row in table.rows):
-        found.append(Column("Entropy of α", _entropy, OURS))
-    if any(row.images_per_second for row in table.rows):
-        found.append(Column("Images/s", _speed, OURS))
     if compared(table):
         found += [
             Column("Accuracy, %", lambda row: _mean(row.paper.accuracy if row.paper else None), PAPERS),
@@ -55,6 +45,16 @@ def columns(table: ResultTable) -> list[Column]:
             ),
             Column("95% interval", _interval, BOTH),
         ]
+    if any(row.turned for row in table.rows):
+        found.append(Column("Turned images, %", lambda row: _mean(row.turned), MORE))
+    if any(row.every_angle for row in table.rows):
+        found.append(Column("Every angle, %", lambda row: _mean(row.every_angle), MORE))
+    if any(row.equivariance_error is not None for row in table.rows):
+        found.append(Column("Equivariance error", _error, MORE))
+    if any(row.attention_entropy for row in table.rows):
+        found.append(Column("Entropy of α", _entropy, MORE))
+    if any(row.images_per_second for row in table.rows):
+        found.append(Column("Images/s", _speed, MORE))
     return found
 
 

@@ -182,6 +182,19 @@ def test_reductions_of_the_budget_are_listed() -> None:
     assert not digits.trials[0].config.recipe.flip  # a mirrored digit is another, or none
 
 
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("resnet29", ["resnet29", "resnet29-rotate=any"]),
+        ("resnet29-*", ["resnet29-rotate=any"]),
+        ("*-rotate=any", ["resnet29-rotate=any", "resnet29_asc-rotate=any", "p4resnet29_asc-rotate=any"]),
+    ],
+)
+def test_lines_are_chosen_by_network_or_folder(pattern: str, expected: list[str]) -> None:
+    plan = make_plan("rotation", Budget(models=pattern))
+    assert [trial.folder for trial in plan.trials] == [f"{name}/seed-0" for name in expected]
+
+
 def test_times_are_shown_in_their_unit() -> None:
     shown = [format_duration(s) for s in (0.4, 119, 120, 7199, 7200, 172_800)]
     assert shown == ["0 s", "119 s", "2.0 min", "120.0 min", "2.0 h", "2.0 days"]

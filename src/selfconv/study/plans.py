@@ -40,10 +40,7 @@ class Trial:
     @property
     def folder(self) -> str:
         """Its path in the plan's folder: ``resnet29_asc-kernel_size=3-rotate=any/seed-0``."""
-        model = self.config.model
-        changed = {key: value for key, value in model.overrides().items() if value is not None}
-        options = "".join(f"-{key}={_text(value)}" for key, value in (changed | {**self.recipe}).items())
-        return f"{model.name}{options}/seed-{self.config.seed}"
+        return f"{_folder(self.config.model, self.recipe)}/seed-{self.config.seed}"
 
     @property
     def line(self) -> tuple[str, str]:
@@ -52,6 +49,12 @@ class Trial:
 
     def __str__(self) -> str:
         return f"{self.label}, seed {self.config.seed}"
+
+
+def _folder(model: ModelOptions, recipe: Mapping[str, Any]) -> str:
+    """Of a line, by what it changes in its network and its recipe."""
+    changed = {key: value for key, value in model.overrides().items() if value is not None}
+    return model.name + "".join(f"-{key}={_text(value)}" for key, value in (changed | {**recipe}).items())
 
 
 def _text(value: object) -> str:
@@ -149,6 +152,11 @@ class Line:
     label: str
     table: str  # its title
     recipe: Mapping[str, Any] = field(default_factory=dict)  # what it changes in the plan's recipe
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Of the network, which other lines may share, and of its folder."""
+        return self.model.name, _folder(self.model, self.recipe)
 
 
 @dataclass(frozen=True)
@@ -339,7 +347,7 @@ class Budget:
     group_by: str | None = None
     """Keep images of one group in one split: a regular expression for the path, or the name of a column."""
     models: str = "*"
-    """Wildcard for the names of the networks."""
+    """Wildcard for the names of the networks, or of their folders, such as `*-rotate=any`."""
     recipe: RecipeName | None = None
     """Recipe to use instead of the plan's: paper, fast or short."""
 
@@ -362,7 +370,7 @@ def make_plan(name: str, budget: Budget | None = None) -> Plan:
         raise ValueError(f"unknown plan {name!r}: expected one of {', '.join(OUTLINES)}{hint}")
     budget = Budget() if budget is None else budget
     outline = OUTLINES[name]
-    lines = [line for line in outline.lines if fnmatchcase(line.model.name, budget.models)]
+    lines = [line for line in outline.lines if any(fnmatchcase(n, budget.models) for n in line.names)]
     if not lines:
         known = ", ".join(dict.fromkeys(line.model.name for line in outline.lines))
         raise ValueError(f"models: no network of the plan {name!r} matches {budget.models!r}; it has {known}")

@@ -31,7 +31,7 @@ except ModuleNotFoundError as error:
         name=missing,
     ) from None
 
-from selfconv.groups import GROUPS, Group, Matrix, get_group
+from selfconv.groups import GROUPS, Group, Matrix, get_group, own_group
 
 __all__ = ["AsEscnn", "FromEscnn", "from_escnn", "group_of", "to_escnn"]
 
@@ -105,7 +105,7 @@ class AsEscnn(EquivariantModule):
         self.layer = layer
         self.in_type = in_type
         self.out_type = out_type
-        self.group = group_of(in_type.gspace) if group is None else get_group(group)
+        self.group = own_group(group_of(in_type.gspace) if group is None else group)
 
     def forward(self, input: GeometricTensor) -> GeometricTensor:
         if input.type != self.in_type:
@@ -136,7 +136,7 @@ class FromEscnn(nn.Module):
         for field_type in (module.in_type, module.out_type):
             _planes(field_type, group)
         self.module = module
-        self.group = group_of(module.in_type.gspace) if group is None else get_group(group)
+        self.group = own_group(group_of(module.in_type.gspace) if group is None else group)
 
     def forward(self, x: Tensor) -> Tensor:
         return from_escnn(self.module(to_escnn(x, self.module.in_type, self.group)), self.group)

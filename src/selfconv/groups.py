@@ -23,6 +23,7 @@ the map. The quarter turn is ``torch.rot90(x, 1, (-2, -1))`` with a roll by +1 a
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -85,10 +86,12 @@ class Group:
         try:
             snapped = tuple(tuple(tuple(map(_snapped, row)) for row in matrix) for matrix in self.matrices)
             shapes = {tuple(map(len, matrix)) for matrix in snapped}
-        except TypeError:
+        except (TypeError, ValueError, OverflowError):  # no matrices, or entries that are not finite
             shapes = set()
         if shapes != {(2, 2)}:
-            raise ValueError(f"group {self.name!r}: expected 2×2 matrices; got {self.matrices!r}")
+            raise ValueError(
+                f"group {self.name!r}: expected 2×2 matrices of finite numbers; got {self.matrices!r}"
+            )
         object.__setattr__(self, "matrices", snapped)
         known = {_key(matrix) for matrix in self.matrices}
         if len(known) != len(self.matrices) or self.matrices[:1] != (IDENTITY,):
@@ -310,7 +313,8 @@ def _(kind: str, entries: list[float], rows: int, columns: int) -> Tensor:
     return torch.empty(array.shape, dtype=torch.float64 if array.dtype.kind == "f" else torch.int64)
 
 
-# of which "basis", "steering" and "planes" are for square windows alone, as band-limited groups have
+# "basis", "steering" and "planes" are for square windows alone, as band-limited groups have. None of these
+# functions uses torch, whose tensors have no numbers while a compiler traces.
 
 
 def _basis(matrices: tuple[Matrix, ...], k: int, _: int) -> Array:
@@ -321,11 +325,8 @@ def _basis(matrices: tuple[Matrix, ...], k: int, _: int) -> Array:
 def _steering(matrices: tuple[Matrix, ...], k: int, _: int) -> Array:
     """Takes the values of a filter to those of the filter turned by each element: ``[k·k, P·k·k]``."""
     group = _unnamed(matrices)
-    turned = []
-    for q, r in group.factors:
-        between = torch.from_numpy(_harmonics.basis(k, matrices[r])).unflatten(-1, (k, k))
-        turned.append(group.act_planar(between, q).flatten(-2).numpy())  # B(S⁻¹y) = B(R⁻¹Q⁻¹y)
-    return _harmonics.expansion(k) @ np.concatenate(turned, 1)
+    turned = [_harmonics.basis(k, matrices[r])[:, _places(group, q, k, k)] for q, r in group.factors]
+    return _harmonics.expansion(k) @ np.concatenate(turned, 1)  # B(S⁻¹y) = B(R⁻¹Q⁻¹y)
 
 
 @cache
@@ -339,14 +340,18 @@ def _planes(matrices: tuple[Matrix, ...], *_: int) -> Index:
 def _planar_index(matrices: tuple[Matrix, ...], rows: int, columns: int) -> Index:
     """Where in a flat filter [rows·columns] the value of ψ(P⁻¹y) stands, for P, y in order."""
     group = _unnamed(matrices)
-    index = []
-    for p in group:
-        for i in range(rows):
-            for j in range(columns):
-                # doubled, so that the centre of an even window is on the lattice too
-                u, v = group.apply(group.inverse[p], (2 * i - rows + 1, 2 * j - columns + 1))
-                index.append(int((u + rows - 1) / 2) * columns + int((v + columns - 1) / 2))
-    return np.array(index)
+    return np.array([place for p in group for place in _places(group, p, rows, columns)])
+
+
+def _places(group: Group, p: int, rows: int, columns: int) -> list[int]:
+    """The same for one element, which is exact."""
+    places = []
+    for i in range(rows):
+        for j in range(columns):
+            # doubled, so that the centre of an even window is on the lattice too
+            u, v = group.apply(group.inverse[p], (2 * i - rows + 1, 2 * j - columns + 1))
+            places.append(int((u + rows - 1) / 2) * columns + int((v + columns - 1) / 2))
+    return places
 
 
 @cache
@@ -408,3 +413,12 @@ def get_group(group: str | Group) -> Group:
     if not isinstance(group, str) or group not in GROUPS:
         raise ValueError(f"unknown group {group!r}; expected one of {', '.join(map(repr, GROUPS))}")
     return GROUPS[group]
+
+
+def own_group(group: str | Group) -> Group:
+    """``get_group`` as an object of a module's own.
+
+    torch.compile guards an object at one of the places where it finds it. A program for a network whose
+    modules share the objects of ``GROUPS`` would serve networks that differ in the group of some modules.
+    """
+    return copy.copy(get_group(group))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import cast
 
 import pytest
@@ -12,9 +13,10 @@ from helpers.cases import more
 from helpers.tiny_models import TINY, error_over_spread, tiny, with_active_norms
 from torch import nn
 
-from selfconv.groups import GROUPS
+from selfconv import _harmonics
+from selfconv.groups import GROUPS, IDENTITY, Group, _planes, _steering
 from selfconv.models import create_model
-from selfconv.nn import AffineSelfConv2d, GroupBatchNorm, LiftingConv2d
+from selfconv.nn import AffineSelfConv2d, GroupBatchNorm, LiftingConv2d, LiftingSelfConv2d, set_backend
 from selfconv.ops import _backends
 
 
@@ -121,6 +123,53 @@ def test_filters_are_steered_alike_when_compiled(planar: bool, group: str, k: in
     filters = torch.randn(3, *(() if planar else (8,)), k, k)
     steer = torch.compile(lambda f: GROUPS[group].steer(f, planar=planar), fullgraph=True, backend="eager")
     assert torch.equal(steer(filters), GROUPS[group].steer(filters, planar=planar))
+
+
+class TwoLayers(nn.Module):
+    """Layers that lift to groups of their own: one object in two places, where these are the same."""
+
+    def __init__(self, *groups: str | Group) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(LiftingConv2d(2, 2, 3, group=group) for group in groups)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([layer(x).flatten(1).square().sum(1) for layer in self.layers])
+
+
+HALF_TURN = Group("c2", (IDENTITY, ((-1, 0), (0, -1))))
+LAYERS: dict[str, Callable[[str | Group], nn.Module]] = {
+    "lifting convolution": lambda group: LiftingConv2d(2, 2, 3, padding=1, group=group),
+    "lifting attention": lambda group: LiftingSelfConv2d(2, 2, 3, num_heads=2, group=group),
+    "the second of two": lambda group: TwoLayers("p4", group),
+    "the first of two": lambda group: TwoLayers(group, "z2"),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_program_serves_one_group(layer: str) -> None:
+    """Layers that are compiled one after another in a process, and differ in the group alone."""
+    torch._dynamo.reset()
+    x = torch.randn(2, 2, 6, 6)
+    for group in ("z2", "p4", HALF_TURN, "p4m", "z2"):
+        module = LAYERS[layer](group)
+        compiled = cast(nn.Module, torch.compile(module, backend="eager"))
+        torch.testing.assert_close(compiled(x), module(x))
+
+
+@pytest.mark.parametrize("group", ["c8", "d8"])
+@pytest.mark.parametrize("layer", [LiftingConv2d, AffineSelfConv2d])
+def test_the_first_call_may_be_a_compiled_one(layer: type[nn.Module], group: str) -> None:
+    """Constants of the group are then computed while torch traces, and its tensors have no numbers."""
+    torch._dynamo.reset()
+    for constant in (_steering, _planes, _harmonics.basis, _harmonics.expansion):
+        getattr(constant, "cache_clear", lambda: None)()
+    module = layer(2, 2, 3, group=group, **({} if layer is LiftingConv2d else {"num_heads": 2}))
+    set_backend(module, "eager")
+    x = torch.randn(1, 2, *(() if layer is LiftingConv2d else (len(GROUPS[group]),)), 5, 5)
+    compiled = cast(nn.Module, torch.compile(module, fullgraph=True, backend="aot_eager"))
+    torch.testing.assert_close(compiled(x), module(x))
+    _steering.cache_clear()
+    torch.testing.assert_close(torch.export.export(module, (x,)).module()(x), module(x))
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -223,7 +224,9 @@ def test_inspection_shows_the_window(mode: Any) -> None:
         (lambda: GroupConv2d(8, 8, 3, bias="a"), "GroupConv2d: bias: expected True or False; got 'a'"),  # type: ignore[arg-type]
         (lambda: AffineSelfConv2d(8, 8, qkv_bias=2), "qkv_bias: expected True or False; got 2"),  # type: ignore[arg-type]
         (lambda: Autoencoder(1)(torch.zeros(1, 1, 30, 30)), "expects sides that are multiples of 4"),
-        (lambda: Group("a", (IDENTITY, (1, 2))), "group 'a': expected 2×2 matrices; got"),  # type: ignore[arg-type]
+        (lambda: Group("a", (IDENTITY, (1, 2))), "group 'a': expected 2×2 matrices of finite numbers; got"),  # type: ignore[arg-type]
+        (lambda: Group("a", (IDENTITY, ((math.nan, 0), (0, 1)))), "of finite numbers; got .*nan"),
+        (lambda: Group("a", (IDENTITY, ((math.inf, 0), (0, 1)))), "of finite numbers; got .*inf"),
         (lambda: AffineSelfConv1d(8, 8, (3, 3)), r"kernel_size: expected one odd integer ≥ 1; got \(3, 3\)"),  # type: ignore[arg-type]
         (lambda: AffineSelfConv1d(8, 8, 4), "kernel_size: expected one odd integer ≥ 1; got 4"),
         (lambda: AffineSelfConv1d(8, 8, dilation=0), "dilation: expected one integer ≥ 1; got 0"),

@@ -575,6 +575,14 @@ def test_layer_attention_weights_sum_to_one(group: str | Group) -> None:
             lambda: SpatialPool2d(3, "max")(torch.ones(1, 1, 2, 8)),
             "SpatialPool2d expects maps of 3×3 or more; got shape [1, 1, 2, 8]",
         ),
+        (
+            lambda: GroupConv2d(1, 1, 7, padding=1)(torch.ones(1, 1, 8, 4)),
+            "GroupConv2d with kernel_size=7, padding=1 expects maps of 5×5 or more; got shape [1, 1, 8, 4]",
+        ),
+        (
+            lambda: LiftingConv2d(1, 1, 3, group="p4")(torch.ones(1, 1, 2, 8)),
+            "LiftingConv2d with kernel_size=3, padding=0 expects maps of 3×3 or more; got shape [1, 1, 2, 8]",
+        ),
         (lambda: Upsample2d(0), "Upsample2d: expected sizes that are integers ≥ 1; got scale_factor=0"),
         (lambda: Upsample2d(1.5), "integers ≥ 1; got scale_factor=1.5"),  # type: ignore[arg-type]
         (lambda: Upsample2d(2, ANY), "mode: expected 'nearest' or 'bilinear'; got 'odd'"),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
-from selfconv.groups import get_group
+from selfconv.groups import own_group
 from selfconv.models._config import ResNetConfig
 from selfconv.models._sharing import MODEL_CARD, Shareable
 from selfconv.nn import (
@@ -102,7 +102,7 @@ class ResNet(
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
         self._config = config
-        self.group = get_group(config.group)
+        self.group = own_group(config.group)
         stem_width = config.widths[0]
         shrinks = config.stem == "pool4"
         lift = partial(LiftingConv2d, config.in_channels, stem_width, 3, padding=1, bias=False)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from selfconv.groups import Group, get_group
+from selfconv.groups import Group, own_group
 from selfconv.nn._conv import GroupConv2d
 from selfconv.nn._layout import (
     avg_pool,
@@ -45,7 +45,7 @@ class DepthwiseConv2d(nn.Module):
         check_sizes(type(self).__name__, channels=channels, stride=stride)
         check_window(type(self).__name__, kernel_size)
         self.channels, self.kernel_size, self.stride = channels, kernel_size, stride
-        self.group = get_group(group)
+        self.group = own_group(group)
         axis = () if len(self.group) == 1 else (len(self.group),)
         shape = (channels, *axis, *self.group.parameter_shape(kernel_size))
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -95,7 +95,7 @@ class AffineConv2d(nn.Module):
         check_sizes(type(self).__name__, **sizes)
         check_window(type(self).__name__, kernel_size)
         self.in_channels, self.out_channels = in_channels, out_channels
-        self.kernel_size, self.stride, self.group = kernel_size, stride, get_group(group)
+        self.kernel_size, self.stride, self.group = kernel_size, stride, own_group(group)
         factory = {"group": self.group, "device": device, "dtype": dtype}
         axis = () if len(self.group) == 1 else (len(self.group),)
         window = self.group.parameter_shape(kernel_size)

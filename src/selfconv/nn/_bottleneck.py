@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from selfconv.groups import Group, get_group
+from selfconv.groups import Group, own_group
 from selfconv.nn._conv import Downsample, GroupConv2d
 from selfconv.nn._gates import SqueezeExcite
 from selfconv.nn._layout import check_sizes
@@ -73,7 +73,7 @@ class Bottleneck(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(type(self).__name__, in_channels=in_channels, width=width, stride=stride)
-        self.group = get_group(group)
+        self.group = own_group(group)
         self.in_channels, self.out_channels, self.stride = in_channels, self.expansion * width, stride
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
 

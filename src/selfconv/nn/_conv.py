@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from selfconv.groups import Z2, Group, get_group
+from selfconv.groups import Z2, Group, own_group
 from selfconv.nn._layout import avg_pool, check_features, check_options, check_sizes, draw_normal, group_conv
 
 Downsample = Literal["stride", "pool"]
@@ -55,7 +55,7 @@ class _SteeredConv2d(nn.Module):
         self.kernel_size = kernel_size
         self.stride = stride
         self.padding = padding
-        self.group = get_group(group)
+        self.group = own_group(group)
         self.downsample = downsample
         shape = (out_channels, in_channels * self._domain(), *self.group.parameter_shape(kernel_size))
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -77,6 +77,12 @@ class _SteeredConv2d(nn.Module):
         raise NotImplementedError
 
     def _convolve(self, x: Tensor) -> Tensor:
+        least = self.kernel_size - 2 * self.padding
+        if least > 1 and (x.shape[-2] < least or x.shape[-1] < least):
+            raise ValueError(
+                f"{type(self).__name__} with kernel_size={self.kernel_size}, padding={self.padding} expects "
+                f"maps of {least}×{least} or more; got shape {list(x.shape)}"
+            )
         if self.downsample == "stride" or self.stride == 1:
             return group_conv(x, self.steered_filters(), self.bias, self.group, self.stride, self.padding)
         if (

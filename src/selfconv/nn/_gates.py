@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from selfconv.groups import Group, get_group
+from selfconv.groups import Group, own_group
 from selfconv.nn._layout import check_features, check_sizes, is_sequence
 from selfconv.ops import check_probability
 
@@ -38,7 +38,7 @@ class SqueezeExcite(nn.Module):
         check_sizes("SqueezeExcite", channels=channels, reduction=reduction)
         self.channels = channels
         self.reduction = reduction
-        self.group = get_group(group)
+        self.group = own_group(group)
         hidden = max(1, channels // reduction)
         self.reduce = nn.Linear(channels, hidden, device=device, dtype=dtype)
         self.expand = nn.Linear(hidden, channels, device=device, dtype=dtype)
@@ -81,7 +81,7 @@ class GroupDropout(nn.Module):
             raise ValueError(f"mode: expected 'channel' or 'point'; got {mode!r}")
         self.p = p
         self.mode = mode
-        self.group = get_group(group)
+        self.group = own_group(group)
 
     def forward(self, x: Tensor) -> Tensor:
         if is_sequence(x, None, self.group):

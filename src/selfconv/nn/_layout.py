@@ -74,7 +74,7 @@ def check_features(
         c = "C" if channels is None else channels
         axis = "" if planar else f"{len(group)}, "
         where = f"on group {group.name!r} expects"
-        if lifted_to is not None and lifted_to is not group:
+        if lifted_to is not None and lifted_to != group:
             where = f"lifts planar features to group {lifted_to.name!r} and expects"
         raise ValueError(f"{module} {where} [N, {c}, {axis}h, w]; got shape {list(x.shape)}")
     if not x.is_floating_point():

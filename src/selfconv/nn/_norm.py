@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from selfconv.groups import Group, get_group
+from selfconv.groups import Group, own_group
 from selfconv.nn._layout import (
     channels_innermost,
     channels_to_end,
@@ -51,7 +51,7 @@ class GroupBatchNorm(nn.BatchNorm2d):
         if momentum is not None:
             check_probability("GroupBatchNorm: momentum", momentum)
         super().__init__(num_features, eps, momentum, device=device, dtype=dtype)
-        self.group = get_group(group)
+        self.group = own_group(group)
 
     def forward(self, x: Tensor) -> Tensor:
         if is_sequence(x, self.num_features, self.group):
@@ -99,7 +99,7 @@ class GroupLayerNorm(nn.LayerNorm):
         check_sizes("GroupLayerNorm", num_channels=num_channels)
         check_eps("GroupLayerNorm", eps)
         super().__init__(num_channels, eps, elementwise_affine, bias, device=device, dtype=dtype)
-        self.group = get_group(group)
+        self.group = own_group(group)
 
     def forward(self, x: Tensor) -> Tensor:
         if is_sequence(x, self.normalized_shape[0], self.group):

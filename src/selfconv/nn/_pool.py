@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from selfconv.groups import Group, get_group
+from selfconv.groups import Group, own_group
 from selfconv.nn._layout import (
     channels_innermost,
     channels_to_end,
@@ -32,7 +32,7 @@ class _Pool(nn.Module):
             *others, last = map(repr, self.modes)
             raise ValueError(f"mode: expected {', '.join(others)} or {last}; got {mode!r}")
         self.mode = mode
-        self.group = get_group(group)
+        self.group = own_group(group)
 
     def _reduce(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
         return x.mean(axes) if self.mode == "mean" else x.amax(axes)
@@ -160,7 +160,7 @@ class Upsample2d(nn.Module):
             raise ValueError(f"mode: expected 'nearest' or 'bilinear'; got {mode!r}")
         self.scale_factor = scale_factor
         self.mode = mode
-        self.group = get_group(group)
+        self.group = own_group(group)
 
     def forward(self, x: Tensor) -> Tensor:
         check_features("Upsample2d", x, None, self.group)

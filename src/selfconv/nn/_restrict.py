@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from selfconv.groups import Group, get_group
+from selfconv.groups import Group, own_group
 from selfconv.nn._layout import channels_innermost, channels_to_end, channels_to_front, check_features
 
 
@@ -47,8 +47,8 @@ class RestrictGroup(nn.Module):
 
     def __init__(self, subgroup: str | Group = "z2", *, group: str | Group) -> None:
         super().__init__()
-        self.group = get_group(group)
-        self.subgroup = get_group(subgroup)
+        self.group = own_group(group)
+        self.subgroup = own_group(subgroup)
         planes = [plane for row in cosets(self.group, self.subgroup) for plane in row]
         self._planes = None if planes == list(self.group) else planes  # None: in order already
 

@@ -139,9 +139,9 @@ class Audit:
             return f"no fault found {where}"
         shift = max((layer.shift for layer in self.layers if layer.shift is not None), default=None)
         measured = f": shift error {shift:.1e}" if shift is not None else ""
-        return f"equivariant to {what} {where}" + (
-            f": output error {self.error:.1e}" if self._exact else measured
-        )
+        if self._exact and END[0][0] not in self.uncompared:
+            measured = f": output error {self.error:.1e}"
+        return f"equivariant to {what} {where}{measured}"
 
     def _reservations(self) -> str:
         """What a verdict rests on, and what was not tested."""

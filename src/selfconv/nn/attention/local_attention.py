@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from selfconv.groups import Group, get_group
+from selfconv.groups import Group, own_group
 from selfconv.nn._layout import avg_pool, check_features, check_options, check_sizes, draw_normal, group_conv
 from selfconv.ops import (
     PaddingMode,
@@ -62,7 +62,7 @@ class LocalAttention2d(nn.Module):
             name, in_channels=in_channels, out_channels=out_channels, key_channels=key_channels, stride=stride
         )
         check_options(name, dtype, bias=bias, qkv_bias=qkv_bias)
-        self.group = get_group(group)
+        self.group = own_group(group)
         self.window = make_window(kernel_size, dilation, padding_mode, self.group, name)
         check_probability(f"{name}: dropout", dropout)
         check_heads(num_heads, key=key_channels, value=out_channels)

@@ -129,6 +129,7 @@ def test_the_readme_shows_what_is_published_of_cifar10() -> None:
         run, ours, theirs = ROOT / "results" / "cifar10" / name / "seed-0", [""] * 3, ""
         if run.exists():
             record = read_as(Record, run / "record.json")
+            assert record.val_accuracy is not None
             evaluation = read_as(Evaluation, run / "evaluation.json")
             accuracies = (record.val_accuracy, evaluation.accuracy, evaluation.turned_accuracy)
             ours = [f"{100 * accuracy:.2f}" for accuracy in accuracies]

@@ -334,7 +334,7 @@ class Mean(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         function, back = self.copies[0::2], self.copies[1::2]
-        return sum(undo(self.net(do(x))) for do, undo in zip(function, back, strict=True))
+        return torch.stack([undo(self.net(do(x))) for do, undo in zip(function, back, strict=True)]).sum(0)
 
     def net(self, x: Tensor) -> Tensor:
         for layer in self.layers:

@@ -280,8 +280,7 @@ def test_labels_and_booleans_after_the_layers(name: str, seed: int) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return DISCRETE[name](F.conv2d(self.conv(x), self.filters, padding=2))
 
-    outputs = "pixels" if "labels" in name else "planar"
-    found = audit(Discrete(), 14, outputs=outputs)
+    found = audit(Discrete(), 14, outputs="pixels" if "labels" in name else "planar")
     assert found.passed, found.summary()
 
 

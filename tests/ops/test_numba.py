@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import mpmath
+import numpy as np
 import pytest
 import torch
 from helpers.cases import (
@@ -23,13 +24,17 @@ from helpers.cases import (
     contiguous,
     with_nan,
 )
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from selfconv.groups import Group, get_group
 from selfconv.nn import AffineSelfConv2d, SimpleAffineSelfConv2d
-from selfconv.ops import affine_self_conv
+from selfconv.ops import Window, affine_self_conv
+from selfconv.ops._window import PaddingMode
 from selfconv.ops.cpu import backend as numba_cpu
+from selfconv.ops.cpu.simd import PART_BYTES
 
 FLOAT32 = (torch.float32, torch.float32)
 
@@ -61,6 +66,35 @@ def test_splitting_rows_into_tasks_changes_nothing(
 
     assert_close(gradients(tasks), gradients(1), 1e-12)
     numba_cpu.make_tiling.cache_clear()
+
+
+@given(
+    size=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    half=st.tuples(st.integers(0, 5), st.integers(0, 5)),
+    dilation=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    padding_mode=st.sampled_from(["zeros", "circular", "exclude"]),
+    channels=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    order=st.sampled_from([1, 4, 8]),
+    itemsize=st.sampled_from([4, 8]),
+    walks=st.sampled_from([1, 2]),
+)
+def test_every_window_begins_at_an_even_column(
+    size: tuple[int, int],
+    half: tuple[int, int],
+    dilation: tuple[int, int],
+    padding_mode: PaddingMode,
+    channels: tuple[int, int],
+    order: int,
+    itemsize: int,
+    walks: int,
+) -> None:
+    """A load of two columns then stays within one cache line, in each row, plane and copy."""
+    window = Window((2 * half[0] + 1, 2 * half[1] + 1), dilation, padding_mode).on(size)
+    tiling = numba_cpu.make_tiling(3, order, *size, 8, *channels, window, order, itemsize, walks, 2)
+    line = 2 * PART_BYTES // itemsize
+    for distance in (tiling.window, tiling.sizes.stride, tiling.sizes.plane, tiling.sizes.neighbours):
+        assert np.all(np.asarray(distance) % line == 0)
+    assert len(set(tiling.window)) == window.taps
 
 
 @pytest.mark.parametrize("scale", [1.0, -1.0])

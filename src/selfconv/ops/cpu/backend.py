@@ -276,12 +276,13 @@ def make_tiling(
 
     halo = border if strips == 1 else walks * border
     columns = math.ceil(w / PARTS) * PARTS
-    # zeros left of a row are those right of the row before
-    stride = (columns + (2 if padded else 1) * margin) * lanes
-    plane = (strip + 2 * halo) * stride + (margin + 1) * lanes
-    tiles = planes * (2 * c_k + c_v + 1) + 2 * order * (c_k + c_v) + exclude
+    # zeros left of a row are those right of the row before; rows and planes begin at an even column
+    stride = _even(columns + (2 if padded else 1) * margin) * lanes
+    plane = (strip + 2 * halo) * stride + _even(margin + 1) * lanes
+    neighbours = (order * (c_k + c_v) + exclude) * plane
     filters = planes * taps * (order + 1) * (c_k + c_v) * lanes
-    size = tiles * plane + 3 * filters + (4 + c_k) * taps * PARTS * lanes
+    size = planes * (walks * c_k + c_v + 1) * plane + 2 * walks * (neighbours + lanes)
+    size += (2 * walks - 1) * filters + (1 if walks == 1 else 4 + c_k) * taps * PARTS * lanes
     size = math.ceil(size / (2 * lanes)) * 2 * lanes  # whole cache lines, each thread its own
 
     tasks = batches * head_blocks * strips
@@ -289,13 +290,18 @@ def make_tiling(
     sizes = Sizes(
         tasks, chunk, size, n, planes, h, w, c_k, c_v, taps, (taps - 1).bit_length(), border, margin,
         border * padded, margin * padded, exclude, lane_images, lane_heads, head_blocks, batch, strip, strips,
-        halo, stride, plane, columns,
+        halo, stride, plane, columns, neighbours,
     )  # fmt: skip
     rows, cells = (np.arange(k) * d for k, d in zip(window.size, window.dilation, strict=True))
+    offsets = rows[:, None] * stride + cells * lanes + cells % 2 * (neighbours + lanes)  # odd: in the copy
     return Tiling(
-        sizes, (rows[:, None] * stride + cells * lanes).ravel(), *np.divmod(np.arange(lanes), lane_heads),
-        batches * strips, (min(threads, tasks), size),
+        sizes, offsets.ravel(), *np.divmod(np.arange(lanes), lane_heads), batches * strips,
+        (min(threads, tasks), size),
     )  # fmt: skip
+
+
+def _even(columns: int) -> int:
+    return columns + columns % 2
 
 
 def _run(

@@ -60,8 +60,10 @@ from selfconv.ops.cpu.simd import (
 from selfconv.ops.cpu.tiles import (
     MAP,
     MAPS,
+    add_copy,
     clear,
     copy,
+    fill_copy,
     mark_outside,
     options,
     owned,
@@ -307,10 +309,11 @@ def forward_worker(name, order):
         logs = advance(o, P * c_v * plane)
         k = advance(logs, P * plane)
         v = advance(k, c_k * R * plane)
-        table_k = advance(v, c_v * R * plane)
+        outside = advance(v, c_v * R * plane)
+        neighbours = 2 * (sizes.neighbours + lanes)  # with the copy for odd column offsets
+        table_k = advance(k, neighbours)
         table_v = advance(table_k, entries * c_k * lanes)
-        outside = advance(table_v, entries * c_v * lanes)
-        alpha = advance(outside, sizes.exclude * plane)
+        alpha = advance(table_v, entries * c_v * lanes)
         keys, values = Side(c_k, k, table_k), Side(c_v, v, table_v)
         heads = np.int64(-1)  # whose tables are there
 
@@ -334,6 +337,7 @@ def forward_worker(name, order):
                     copy(inward, query, b, task, start, stop, none, P, plane, c_k * plane, sizes, q)
                     copy(inward, key, b, task, top, bottom, reach, R, R * plane, plane, sizes, k)
                     copy(inward, value, b, task, top, bottom, reach, R, R * plane, plane, sizes, v)
+                    fill_copy(k, sizes)
                     for i in range(start, stop):
                         row = (i - start + sizes.halo - sizes.border) * sizes.stride
                         for p in range(P):
@@ -379,14 +383,15 @@ def backward_worker(name, order):
         logs = advance(g, P * c_v * plane)
         k = advance(logs, P * plane)
         v = advance(k, c_k * R * plane)
-        d_k = advance(v, c_v * R * plane)
+        outside = advance(v, c_v * R * plane)
+        neighbours = 2 * (sizes.neighbours + lanes)  # with the copy for odd column offsets
+        d_k = advance(k, neighbours)
         d_v = d_k if shared else advance(d_k, c_k * R * plane)
-        table_k = advance(d_k, (c_k + c_v) * R * plane)
+        table_k = advance(d_k, neighbours)
         table_v = advance(table_k, entries * c_k * lanes)
         own_sums = advance(table_v, entries * c_v * lanes)  # of K, then of V
         others_sums = advance(own_sums, entries * (c_k + c_v) * lanes)
-        outside = advance(others_sums, entries * (c_k + c_v) * lanes)
-        alpha = advance(outside, sizes.exclude * plane)
+        alpha = advance(others_sums, entries * (c_k + c_v) * lanes)
         ds = advance(alpha, len(pair) * sizes.taps * PARTS * lanes)
         affines = advance(ds, len(pair) * sizes.taps * PARTS * lanes)
         keys, values = Side(c_k, k, table_k), Side(c_v, v, table_v)
@@ -416,7 +421,8 @@ def backward_worker(name, order):
                     copy(inward, lse, b, task, above, below, none, P, plane, plane, sizes, logs)
                     copy(inward, key, b, task, top, bottom, reach, R, R * plane, plane, sizes, k)
                     copy(inward, value, b, task, top, bottom, reach, R, R * plane, plane, sizes, v)
-                    clear(d_k, (c_k + c_v) * R * plane)
+                    fill_copy(k, sizes)
+                    clear(d_k, neighbours)
                     for i in range(above, below):
                         row = (i - start + sizes.halo - sizes.border) * sizes.stride
                         # rows of other strips have a part in this one's gradients of keys and values alone
@@ -431,6 +437,7 @@ def backward_worker(name, order):
                                 advance(sums, first * c_k),
                                 advance(sums, entries * c_k * lanes + first * c_v), alpha, ds, affines,
                             )  # fmt: skip
+                    add_copy(d_k, sizes)
                     copy(outward, d_query, b, task, start, stop, none, P, plane, c_k * plane, sizes, dq)
                     copy(outward, d_key, b, task, first_own, last_own, reach, R, R * plane, plane, sizes, d_k)
                     if not shared:

@@ -4,6 +4,11 @@ A tile holds one channel and plane of a block of heads and images: ``[rows, colu
 each head of each image. It has a border, so that no window needs a branch: ``halo`` rows above and below,
 ``margin`` columns left of each row. The border holds zeros, and then the columns left of a row serve the row
 before as its right border too; or, as far as ``reach``, features that the caller has there.
+
+The widest registers hold two columns, a cache line. At an odd column offset such a load would cross two
+lines, at twice the cost of one. So what windows reach, ``neighbours`` numbers in all, exists twice: the copy
+begins one column later, and the offsets of odd columns lead into it. Gradients are accumulated in the same
+way, in the tiles for even offsets and in the copy for odd ones, and then added.
 """
 
 # No `from __future__ import annotations`: Numba reads these functions, and they are not annotated.
@@ -29,7 +34,7 @@ Addresses = namedtuple("Addresses", "scratch scale window table_k table_v")
 Sizes = namedtuple(
     "Sizes",
     "tasks chunk scratch images planes height width c_k c_v taps shift border margin reach_i reach_j exclude "
-    "lane_images lane_heads head_blocks batch strip strips halo stride plane columns",
+    "lane_images lane_heads head_blocks batch strip strips halo stride plane columns neighbours",
 )
 # Features [N, C, P, h, w] of the caller: address and strides; then the channels of a head, how far apart
 # blocks of images and of heads are, and the address of a table that says where each lane's head begins.
@@ -98,6 +103,27 @@ def mark_outside(task, sizes, tile):
 def clear(p, n):
     for i in range(n):
         p[i] = 0
+
+
+@njit(**options)
+def copy_of(tiles, sizes):
+    """The copy for odd column offsets of all tiles that windows reach."""
+    return advance(tiles, sizes.neighbours + lanes_of(tiles))
+
+
+@njit(**options)
+def fill_copy(tiles, sizes):
+    copied = copy_of(tiles, sizes)
+    for i in range(sizes.neighbours):
+        copied[i] = tiles[i]
+
+
+@njit(**options)
+def add_copy(tiles, sizes):
+    """The gradients of even and of odd column offsets, added."""
+    copied = copy_of(tiles, sizes)
+    for i in range(sizes.neighbours):
+        tiles[i] += copied[i]
 
 
 @njit(**options)

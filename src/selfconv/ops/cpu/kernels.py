@@ -60,10 +60,12 @@ from selfconv.ops.cpu.simd import (
 from selfconv.ops.cpu.tiles import (
     MAP,
     MAPS,
-    add_copy,
+    add_copies,
     clear,
+    clear_sums,
     copy,
-    fill_copy,
+    copy_of,
+    fill_copies,
     mark_outside,
     options,
     owned,
@@ -310,7 +312,8 @@ def forward_worker(name, order):
         k = advance(logs, P * plane)
         v = advance(k, c_k * R * plane)
         outside = advance(v, c_v * R * plane)
-        neighbours = 2 * (sizes.neighbours + lanes)  # with the copy for odd column offsets
+        tiles = (c_k + c_v) * R  # of keys and values
+        neighbours = 2 * (sizes.neighbours + lanes)  # these and their copies
         table_k = advance(k, neighbours)
         table_v = advance(table_k, entries * c_k * lanes)
         alpha = advance(table_v, entries * c_v * lanes)
@@ -333,11 +336,12 @@ def forward_worker(name, order):
                     mark_outside(task, sizes, outside)
                 for b in range(task.first, task.last):
                     if sizes.strips > 1:  # else nothing writes where the border is
-                        clear(k, (c_k + c_v) * R * plane)
+                        clear(k, tiles * plane)
+                        clear(copy_of(k, sizes), tiles * plane)
                     copy(inward, query, b, task, start, stop, none, P, plane, c_k * plane, sizes, q)
                     copy(inward, key, b, task, top, bottom, reach, R, R * plane, plane, sizes, k)
                     copy(inward, value, b, task, top, bottom, reach, R, R * plane, plane, sizes, v)
-                    fill_copy(k, sizes)
+                    fill_copies(k, tiles, top, bottom, task, sizes)
                     for i in range(start, stop):
                         row = (i - start + sizes.halo - sizes.border) * sizes.stride
                         for p in range(P):
@@ -384,7 +388,8 @@ def backward_worker(name, order):
         k = advance(logs, P * plane)
         v = advance(k, c_k * R * plane)
         outside = advance(v, c_v * R * plane)
-        neighbours = 2 * (sizes.neighbours + lanes)  # with the copy for odd column offsets
+        tiles = (c_k + c_v) * R  # of keys and values
+        neighbours = 2 * (sizes.neighbours + lanes)  # these and their copies
         d_k = advance(k, neighbours)
         d_v = d_k if shared else advance(d_k, c_k * R * plane)
         table_k = advance(d_k, neighbours)
@@ -415,14 +420,15 @@ def backward_worker(name, order):
                 clear(own_sums, entries * (c_k + c_v) * lanes)
                 for b in range(task.first, task.last):
                     if sizes.strips > 1:  # else nothing writes where the border is
-                        clear(k, (c_k + c_v) * R * plane)
+                        clear(k, tiles * plane)
+                        clear(copy_of(k, sizes), tiles * plane)
                     copy(inward, query, b, task, above, below, none, P, plane, c_k * plane, sizes, q)
                     copy(inward, grad, b, task, above, below, none, P, plane, c_v * plane, sizes, g)
                     copy(inward, lse, b, task, above, below, none, P, plane, plane, sizes, logs)
                     copy(inward, key, b, task, top, bottom, reach, R, R * plane, plane, sizes, k)
                     copy(inward, value, b, task, top, bottom, reach, R, R * plane, plane, sizes, v)
-                    fill_copy(k, sizes)
-                    clear(d_k, neighbours)
+                    fill_copies(k, tiles, top, bottom, task, sizes)
+                    clear_sums(d_k, tiles, first_own, last_own, task, sizes)
                     for i in range(above, below):
                         row = (i - start + sizes.halo - sizes.border) * sizes.stride
                         # rows of other strips have a part in this one's gradients of keys and values alone
@@ -437,7 +443,7 @@ def backward_worker(name, order):
                                 advance(sums, first * c_k),
                                 advance(sums, entries * c_k * lanes + first * c_v), alpha, ds, affines,
                             )  # fmt: skip
-                    add_copy(d_k, sizes)
+                    add_copies(d_k, tiles, first_own, last_own, task, sizes)
                     copy(outward, d_query, b, task, start, stop, none, P, plane, c_k * plane, sizes, dq)
                     copy(outward, d_key, b, task, first_own, last_own, reach, R, R * plane, plane, sizes, d_k)
                     if not shared:

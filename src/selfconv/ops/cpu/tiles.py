@@ -89,14 +89,16 @@ def owned(start, stop, sizes):
 
 @njit(**options)
 def mark_outside(task, sizes, tile):
-    """A tile that is 0 inside the image and −∞ outside: added to a score, it excludes a neighbour."""
-    lanes = lanes_of(tile)
+    """A tile that is 0 inside the image and −∞ outside, and its copy: added to a score, it excludes."""
+    lanes, copied = lanes_of(tile), copy_of(tile, sizes)
     for i in range(sizes.plane):
         tile[i] = -np.inf
+        copied[i] = -np.inf
     first = max(task.start - sizes.halo, 0)
     for i in range(first, min(task.start + sizes.strip + sizes.halo, sizes.height)):
-        row = (i - task.start + sizes.halo) * sizes.stride + sizes.margin * lanes
-        clear(advance(tile, row), sizes.width * lanes)
+        row = advance(rows_from(i, tile, task, sizes), sizes.margin * lanes)
+        clear(row, sizes.width * lanes)
+        clear(copy_of(row, sizes), sizes.width * lanes)
 
 
 @njit(**options)
@@ -107,23 +109,42 @@ def clear(p, n):
 
 @njit(**options)
 def copy_of(tiles, sizes):
-    """The copy for odd column offsets of all tiles that windows reach."""
+    """The copies for odd column offsets of tiles that windows reach."""
     return advance(tiles, sizes.neighbours + lanes_of(tiles))
 
 
 @njit(**options)
-def fill_copy(tiles, sizes):
-    copied = copy_of(tiles, sizes)
-    for i in range(sizes.neighbours):
-        copied[i] = tiles[i]
+def fill_copies(tiles, number, first, stop, task, sizes):
+    """Copies the rows from first to stop of some tiles; in the rows around them, both are zero."""
+    for tile in range(number):
+        rows = rows_from(first, advance(tiles, tile * sizes.plane), task, sizes)
+        copied = copy_of(rows, sizes)
+        for i in range((stop - first) * sizes.stride):
+            copied[i] = rows[i]
 
 
 @njit(**options)
-def add_copy(tiles, sizes):
-    """The gradients of even and of odd column offsets, added."""
-    copied = copy_of(tiles, sizes)
-    for i in range(sizes.neighbours):
-        tiles[i] += copied[i]
+def clear_sums(tiles, number, first, stop, task, sizes):
+    """Clears gradients of the rows from first to stop, and their copies: nobody reads those around them."""
+    for tile in range(number):
+        rows = rows_from(first, advance(tiles, tile * sizes.plane), task, sizes)
+        clear(rows, (stop - first) * sizes.stride)
+        clear(copy_of(rows, sizes), (stop - first) * sizes.stride)
+
+
+@njit(**options)
+def add_copies(tiles, number, first, stop, task, sizes):
+    """Gradients of even and of odd column offsets, added."""
+    for tile in range(number):
+        rows = rows_from(first, advance(tiles, tile * sizes.plane), task, sizes)
+        copied = copy_of(rows, sizes)
+        for i in range((stop - first) * sizes.stride):
+            rows[i] += copied[i]
+
+
+@njit(**options)
+def rows_from(first, tile, task, sizes):
+    return advance(tile, (first - task.start + sizes.halo) * sizes.stride)
 
 
 @njit(**options)

@@ -483,11 +483,11 @@ def test_compiled_code_is_kept_on_disk(tmp_path: Path) -> None:
     """One process compiles; others, meanwhile or later, find what it wrote, unless a source changed."""
     code = """
 import sys
-from selfconv.ops.cpu import kernels, native
+from selfconv.ops.cpu import native, workers
 for change in map(int, sys.argv[1:]):
-    kernels.KERNEL_HASH = native.KERNEL_HASH + change
-    kernels.forward_worker.cache_clear()
-    print(kernels.forward_worker("float32", 1).cache_hits)
+    workers.KERNEL_HASH = native.KERNEL_HASH + change
+    workers.forward_worker.cache_clear()
+    print(workers.forward_worker("float32", 1).cache_hits)
 """
 
     def start(*changes: str) -> subprocess.Popen[str]:

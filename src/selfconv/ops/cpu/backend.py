@@ -5,7 +5,8 @@ holds them side by side, as the layers make it) and two filter tables. Making th
 left to torch, which therefore knows how to take their gradients apart. Only the log-sum-exp of the scores
 is kept between the passes.
 
-What the kernels do is in ``cpu/kernels.py``; how they are spread over threads, in ``cpu/threads.py``.
+What the kernels do is in ``cpu/workers.py`` and ``cpu/kernels.py``; how they are spread over threads, in
+``cpu/threads.py``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from selfconv.ops._transforms import (
     register_vmap,
 )
 from selfconv.ops._window import PaddingMode, Window
-from selfconv.ops.cpu import kernels
+from selfconv.ops.cpu import workers
 from selfconv.ops.cpu.borders import features_like, repeat_border, sum_border
 from selfconv.ops.cpu.simd import PART_BYTES, PARTS
 from selfconv.ops.cpu.threads import num_threads, run_workers
@@ -115,7 +116,7 @@ def numba_forward(
     window = _window(q, table_k, dilation, padding_mode)
     k, v = _neighbours(k, v, window)
     tiling = _tiling(q, table_k, table_v, window, walks=1)
-    _run(kernels.forward_worker, tiling, (q, k, v, out, lse), (), table_k, table_v, scale)
+    _run(workers.forward_worker, tiling, (q, k, v, out, lse), (), table_k, table_v, scale)
     return out, lse
 
 
@@ -166,7 +167,7 @@ def numba_backward(
     # added up in one order, whatever threads there were: the same bits every time
     d_table_k, d_table_v = (table.new_zeros(tiling.shares, *table.shape) for table in (table_k, table_v))
     maps = (q, k, v, grad, lse, d_q, d_keys, d_values)
-    _run(kernels.backward_worker, tiling, maps, (d_table_k, d_table_v), table_k, table_v, scale)
+    _run(workers.backward_worker, tiling, maps, (d_table_k, d_table_v), table_k, table_v, scale)
     if repeated:
         sum_border(d_keys, window.reach, d_k)
         if d_v is not d_k:
@@ -282,7 +283,7 @@ def make_tiling(
     neighbours = (order * (c_k + c_v) + exclude) * plane
     filters = planes * taps * (order + 1) * (c_k + c_v) * lanes
     size = planes * (walks * c_k + c_v + 1) * plane + 2 * walks * (neighbours + lanes)
-    size += (2 * walks - 1) * filters + (1 if walks == 1 else 4 + c_k) * taps * PARTS * lanes
+    size += (2 * walks - 1) * filters + (2 if walks == 1 else 4 + 2 * c_k) * taps * PARTS * lanes
     size = math.ceil(size / (2 * lanes)) * 2 * lanes  # whole cache lines, each thread its own
 
     tasks = batches * head_blocks * strips
@@ -413,5 +414,5 @@ class PreparedForward:
         scratch = packed.new_empty(0)
         block, lanes = argument_block(tiling, (q, k, v, out, lse), (), table_k, table_v, scratch, self.scales)
         dtype = "float32" if q.dtype == torch.float32 else "float64"
-        worker = kernels.forward_worker(dtype, table_k.shape[-1] - 1).address
+        worker = workers.forward_worker(dtype, table_k.shape[-1] - 1).address
         return block, tiling, (lanes, worker), [x.data_ptr() - packed.data_ptr() for x in (q, k, v)]

@@ -24,7 +24,7 @@ from filelock import FileLock
 from numba import cfunc
 from numba.core.caching import FunctionCache
 
-_SOURCES = ("kernels.py", "tiles.py", "simd.py")
+_SOURCES = ("workers.py", "kernels.py", "tiles.py", "simd.py")
 KERNEL_HASH = zlib.crc32(b"".join(Path(__file__).with_name(name).read_bytes() for name in _SOURCES))
 """A checksum of the sources of all kernels."""
 

@@ -1,7 +1,8 @@
-"""Draws docs/figures from the weights that come with the package. From the checkout:
+"""Draws docs/figures from the weights that come with the package, and from results/. From the checkout:
 
 python scripts/make_figures.py                                   # all of them
-python scripts/make_figures.py template                          # the README's figure alone
+python scripts/make_figures.py template                          # the README's first figure alone
+python scripts/make_figures.py rotation                          # its second one, from results/rotation
 python scripts/make_figures.py template --model MODEL --image IMAGE --out FILE
 
 MODEL is the name of a shipped network or the folder of a run; by default, of the shipped planar networks with
@@ -13,7 +14,9 @@ from __future__ import annotations
 
 import argparse
 import math
+import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -24,13 +27,15 @@ from torch import Tensor
 from selfconv import _harmonics
 from selfconv.groups import GROUPS
 from selfconv.models import list_models
+from selfconv.study.report import write_report
 from selfconv.trained import TrainedModel, open_trained
 from selfconv.visualize import Inspection, equivariance_view
 from selfconv.visualize._choice import choose_pixels
 from selfconv.visualize._write import model_figures, predictions, save_png
 from selfconv.visualize.figures import equivariance_figure, template_figure
 
-OUT = Path(__file__).parents[1] / "docs" / "figures"
+ROOT = Path(__file__).parents[1]
+OUT = ROOT / "docs" / "figures"
 IMAGE, LAYER = 0, "stages.0.0.spatial.conv"
 
 
@@ -112,17 +117,31 @@ def first_figure(model: str | None = None, image: Path | None = None) -> Figure:
     return template_figure(pixels.float() / 255, views)
 
 
+def draw_rotation_curve() -> Path:
+    """Accuracy against the angle of the images, as in the report on the rotation study."""
+    with TemporaryDirectory() as folder:
+        files = write_report([ROOT / "results" / "rotation"], Path(folder))
+        [curve] = [file for file in files if file.name.startswith("rotation") and file.suffix == ".svg"]
+        return Path(shutil.copy(curve, OUT / "rotation.svg"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("which", nargs="?", choices=("all", "template"), default="all")
+    parser.add_argument("which", nargs="?", choices=("all", "template", "rotation"), default="all")
     parser.add_argument("--model", help="of the template figure")
     parser.add_argument("--image", type=Path, help="of the template figure: a picture of ours")
     parser.add_argument("--out", type=Path, default=OUT / "template.png", help="of the template figure")
     options = parser.parse_args()
-    save_png(first_figure(options.model, options.image), options.out)
+    drawn = []
+    if options.which in ("all", "rotation"):
+        drawn.append(draw_rotation_curve())
+    if options.which in ("all", "template"):
+        save_png(first_figure(options.model, options.image), options.out)
+        drawn.append(options.out)
     if options.which == "all":
         all_others()
-    for path in sorted(OUT.glob("*.png")) if options.which == "all" else [options.out]:
+        drawn += sorted({*OUT.glob("*.png")} - {*drawn})
+    for path in drawn:
         print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
 
 

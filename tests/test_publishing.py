@@ -20,7 +20,7 @@ from helpers.tiny_runs import same_weights, tiny_config
 from selfconv._files import read_as
 from selfconv.models import count_parameters, create_model
 from selfconv.study.paper import TABLES
-from selfconv.study.plans import FAIR_BASELINE
+from selfconv.study.plans import FAIR_BASELINE, PlanFile
 from selfconv.train import Interrupted, Record, StopSignals, train
 from selfconv.trained import Evaluation, evaluate, open_trained
 
@@ -137,3 +137,17 @@ def test_the_readme_shows_what_is_published_of_cifar10() -> None:
             theirs = f"{paper[name].accuracy.mean:.2f} ± {paper[name].accuracy.deviation:.2f}"
         parameters = f"{count_parameters(create_model(name)):,}"
         assert [cell.strip() for cell in cells.split("|")] == [parameters, *ours, theirs]
+
+
+def test_the_readme_shows_what_is_published_of_the_rotation_study() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    rows = re.findall(r"^\| ((?:p4|c8)?ResNet29[^|]*) \|(.*)\|$", text, re.MULTILINE)
+    study = ROOT / "results" / "rotation"
+    expected = {}
+    for trial in read_as(PlanFile, study / "plan.json").trials:
+        record = read_as(Record, study / trial.folder / "record.json")
+        evaluation = read_as(Evaluation, study / trial.folder / "evaluation.json")
+        assert evaluation.rotation is not None
+        accuracies = evaluation.accuracy, evaluation.turned_accuracy, evaluation.rotation.mean
+        expected[trial.label] = [f"{record.parameters:,}", *(f"{100 * a:.2f}" for a in accuracies)]
+    assert {label: [cell.strip() for cell in cells.split("|")] for label, cells in rows} == expected

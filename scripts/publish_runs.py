@@ -46,8 +46,10 @@ def publish(folder: Path, *, weights: bool, unfinished: bool = False) -> list[st
             shutil.copy(run / name, out / trial.folder)
         if weights and trial.folder.endswith("seed-0"):
             ship(run, WEIGHTS / f"{trial.model}.{plan.data}")
-    if len(missing) < len(plan.trials):
-        write_json(out / "plan.json", asdict(joined(plan, out / "plan.json")))
+    finished = [trial for trial in plan.trials if trial.folder not in missing]
+    if finished:
+        plan = joined(replace(plan, trials=finished), out / "plan.json")
+        write_json(out / "plan.json", asdict(plan))
     return missing
 
 

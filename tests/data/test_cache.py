@@ -213,16 +213,55 @@ def test_a_full_disk_counts_what_is_decoded_already(tmp_path: Path, monkeypatch:
         load_data(root, memory=0, image_size=5, cache=tmp_path / "cache")
 
 
-def test_damaged_caches_are_refused(tmp_path: Path) -> None:
-    root = gallery(tmp_path / "cells", "plain")
+def flip_a_byte(path: Path, place: int = 100) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 0xFF
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("memory", [0, 1e9])
+@pytest.mark.parametrize("kind", ["plain", "deep"])
+def test_damaged_caches_are_decoded_again(tmp_path: Path, kind: str, memory: float) -> None:
+    """One byte of the images, their end, or the description; what is read is what the files have."""
+    root = gallery(tmp_path / "cells", kind)
+    expected = load_data(root)
     load_data(root, memory=0, cache=tmp_path / "cache")
     (done,) = (tmp_path / "cache").rglob("done.json")
-    (done.parent / "images").write_bytes(b"short")
-    with pytest.raises(DataError, match=r"expected decoded images .*: delete this folder"):
+    for damage, reason in (
+        (lambda: flip_a_byte(done.parent / "images"), "some have changed"),
+        (lambda: (done.parent / "images").write_bytes(b"short"), "expected decoded images"),
+        (lambda: done.write_text("{}"), "expected decoded images"),
+    ):
         load_data(root, memory=0, cache=tmp_path / "cache")
-    done.write_text("{}")
-    with pytest.raises(DataError, match="delete this folder"):
-        load_data(root, memory=0, cache=tmp_path / "cache")
+        damage()
+        with pytest.warns(UserWarning, match=f"{reason}.*; decoding the files again"):
+            assert same(expected, load_data(root, memory=memory, cache=tmp_path / "cache"))
+
+
+def test_chunks_that_changed_before_a_resume_are_decoded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = gallery(tmp_path / "cells", "plain")
+    monkeypatch.setattr(decoding_module, "CHUNK", 9 * 9 * 4)
+
+    def killed(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(decoding_module, "final_layout", killed)  # every chunk is on disk
+        with pytest.raises(KeyboardInterrupt):
+            load_data(root, memory=0, cache=tmp_path / "cache")
+    (images,) = (tmp_path / "cache").rglob("images/*/images")
+    flip_a_byte(images)
+    assert same(load_data(root), load_data(root, memory=0, cache=tmp_path / "cache"))
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(
+        DataError, match=r"cells: .* cannot be written \(.*\): name another folder in \$SELFCONV_DATA"
+    ):
+        load_data(gallery(tmp_path / "cells", "plain"), memory=0, cache=tmp_path / "file")
 
 
 def test_unreadable_images_are_named(tmp_path: Path) -> None:

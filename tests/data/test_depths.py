@@ -186,13 +186,27 @@ class TestFiles:
         assert found.dtype == np.float32
         assert np.array_equal(found[..., 0], array)
 
-    @pytest.mark.parametrize("shape", [(3, 20, 20), (2, 20, 30), (4, 9, 9), (5, 3, 16, 16)])
-    def test_arrays_with_channels_first(self, tmp_path: Path, shape: tuple[int, ...]) -> None:
+    @pytest.mark.parametrize(
+        ("shape", "why"),
+        [
+            *((shape, "channels first") for shape in [(3, 20, 20), (2, 20, 30), (4, 9, 9), (5, 3, 16, 16)]),
+            *(
+                (shape, "channels first")
+                for shape in [(7, 24, 24), (16, 24, 24), (12, 20, 30), (4, 7, 24, 24)]
+            ),
+            ((24, 24, 20), "more than 16 channels"),
+            ((20, 16, 16), "a stack of grey images"),
+            ((16, 16, 16), "a stack of grey images"),
+        ],
+    )
+    def test_arrays_that_can_be_read_in_two_ways(
+        self, tmp_path: Path, shape: tuple[int, ...], why: str
+    ) -> None:
         array = noise(*shape, dtype=np.uint8, high=256)
         np.save(tmp_path / "x.npy", array)
         for read in (read_image, read_images):
             with pytest.raises(
-                DataError, match=r"x.npy: expected channels last, \[H, W, C\], or \[N, H, W, 1"
+                DataError, match=rf"x.npy: expected \[H, W, C\], or \[N, H, W, 1\] .*, which may .*{why}"
             ):
                 read(tmp_path / "x.npy", 8, 1)
         if array.ndim == 3:
@@ -372,7 +386,7 @@ class TestRange:
         else:
             for label, part in (("a", stack[:10]), ("b", stack[10:])):
                 (tmp_path / label).mkdir()
-                np.save(tmp_path / label / "x.npy", part)
+                np.save(tmp_path / label / "x.npy", part[..., None])
             place = tmp_path
         data = load_data(place, pixel_range=text)
         assert (data.pixels.low, data.pixels.high, data.train.levels) == (0, high, 65535)

@@ -89,6 +89,26 @@ class TestFolder:
         with pytest.warns(UserWarning, match=r"ignored 2 entries .*; the first is dog/a.heic"):
             load_data(root)
 
+    @pytest.mark.parametrize("part", ["", "train"])
+    def test_images_in_no_class_are_counted(self, tmp_path: Path, part: str) -> None:
+        root = gallery(tmp_path / "pets", part)
+        paint(root / part / "stray.png", 7)
+        first = Path(part) / "stray.png"
+        with pytest.warns(
+            UserWarning, match=f"ignored 1 images that are in no class folder; the first is {first}"
+        ):
+            assert len(load_data(root).everything) == 20
+
+    def test_links_to_nothing(self, tmp_path: Path) -> None:
+        root = gallery(tmp_path / "pets")
+        (root / "cat" / "x.tif").symlink_to(tmp_path / "nowhere.tif")
+        fails("pets: cat/x.tif: a link to a file that does not exist", root)
+
+    def test_capitals_of_parts(self, tmp_path: Path) -> None:
+        gallery(gallery(tmp_path, "Train"), "TEST", 3)
+        data = load_data(tmp_path)
+        assert (data.class_names, len(data.test), data.has_test_part) == (("cat", "dog"), 6, True)
+
     def test_folders_within_a_class(self, tmp_path: Path) -> None:
         root = gallery(tmp_path / "pets")
         paint(root / "dog" / "2024" / "may" / "x.png", 77)

@@ -140,6 +140,7 @@ class TestManifest:
             (["path,label", "x.png,"], "line 2: expected a path and a label; got an empty one"),
             (["path,label", "x.png,a,b"], "line 2: expected as many columns as the first line has"),
             (["path,label", "x.png,a", "x.png,b"], "line 3: expected one label for each path"),
+            (["path,label", "x.png,a", "./y/../x.png,b"], "line 3: expected one label for each path"),
             (["path,label,split", "x.png,a,test"], "expected images to train on; got split test alone"),
         ],
     )

@@ -38,9 +38,10 @@ from selfconv.train.files.runs import lock_run
 from selfconv.train.files.state import random_states, set_random_states
 
 
-def losses(run: Path) -> list[tuple[float, float]]:
+def losses(run: Path) -> list[tuple[float, float, float]]:
+    """What the metrics have of each epoch, except times: the rate, loss and accuracy."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [(line["train_loss"], line["val_accuracy"]) for line in lines]
+    return [(line["lr"], line["train_loss"], line["val_accuracy"]) for line in lines]
 
 
 # ---- killed, and resumed ----

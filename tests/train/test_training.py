@@ -232,6 +232,14 @@ def test_a_batch_that_does_not_split_evenly(data: Path) -> None:
         trainer_of(config)
 
 
+def test_values_outside_the_range_cause_a_warning(data: Path, tmp_path: Path) -> None:
+    config = tiny_config(data, epochs=1).replaced("data", pixel_range="0,100")
+    with pytest.warns(
+        UserWarning, match=r"tiny: \d\d% of the values are above the range 0 to 100, and are clipped"
+    ):
+        train(config, tmp_path / "run", quiet=True)
+
+
 def test_clipping_bounds_the_step(data: Path) -> None:
     config = tiny_config(data, clip=1e-3, weight_decay=0.0, momentum=0.5, schedule="step", lr=1.0)
     trainer = trainer_of(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,15 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_columns_of_predictions_are_unique() -> None:
+    names = ["image", "class", "answer", "probability", "p(image)"]
+    split = Split(torch.zeros(1, 1, 2, 2, dtype=torch.uint8), torch.tensor([4]))
+    table = PredictionTable(split, torch.tensor([[0.1, 0.1, 0.1, 0.3, 0.4]]), names).to_csv()
+    [row] = csv.DictReader(io.StringIO(table))
+    assert len(row) == 4 + len(names)
+    assert (row["class"], row["answer"], row["p(answer)"]) == ("p(image)", "p(image)", row["p(image)"])
+
+
 def test_what_evaluate_writes(work: Path) -> None:
     trained = open_trained(work / "run")
     found = evaluate(trained)
@@ -107,8 +117,8 @@ def test_what_evaluate_writes(work: Path) -> None:
     assert [row["class"] for row in rows] == [f"d{label}" for label in test.labels.tolist()]
     assert np.mean([row["class"] == row["answer"] for row in rows]) == pytest.approx(found.accuracy)
     for row in rows:
-        assert float(row["probability"]) == max(float(row[name]) for name in ("d0", "d1", "d2"))
-        assert float(row[row["answer"]]) == float(row["probability"])
+        assert float(row["probability"]) == max(float(row[f"p({name})"]) for name in ("d0", "d1", "d2"))
+        assert float(row[f"p({row['answer']})"]) == float(row["probability"])
     assert Image.open(work / "run" / "mistakes.png").size[0] > 500
 
 

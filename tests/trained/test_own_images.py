@@ -215,10 +215,14 @@ def test_values_outside_the_training_range_cause_a_warning(
     assert run_cli("predict", run, *files) == 0
     [line] = capsys.readouterr().err.splitlines()
     assert re.fullmatch(
-        r"selfconv: warning: deep: [78]\d% of the values are above the training range 0 to 4095: "
-        r"--range LOW,HIGH gives the range of these files",
+        rf"selfconv: warning: deep: {tmp_path}/bright/.*\.tif "
+        rf"\(and values of {len(files) - 1} other files\): "
+        r"[89]\d% of the values are above the training range 0 to 4095: --range LOW,HIGH gives the range .*",
         line,
     )
+    assert run_cli("predict", run, work / "deep", files[0]) == 0  # one of many
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"deep: {files[0]}: " in line
     assert run_cli("predict", run, *files, "--range", "0,65535") == 0
     assert capsys.readouterr().err == ""
     with pytest.warns(UserWarning, match=r"bright: [78]\d% of the values are above the training range 0 to"):
@@ -280,7 +284,7 @@ def test_formats(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert run_cli("predict", place, tmp_path / "stack.npy", "--format", "csv") == 0
     rows = [*csv.DictReader(io.StringIO(capsys.readouterr().out))]
     assert [row["label"] for row in rows] == [p.label for p in expected]
-    assert [float(row["c2"]) for row in rows] == [p.probabilities["c2"] for p in expected]
+    assert [float(row["p(c2)"]) for row in rows] == [p.probabilities["c2"] for p in expected]
     assert run_cli("predict", place, tmp_path / "stack.npy", "--format", "csv", "--json") == 2
 
 

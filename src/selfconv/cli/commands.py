@@ -149,8 +149,10 @@ def _prediction_writer(format: str, class_names: Sequence[str]) -> Callable[[Pre
         return lambda p: print(
             f"{escape_for_terminal(p.file)}\t{escape_for_terminal(p.label)}\t{p.probability:.4f}", flush=True
         )
+    from selfconv.trained import probability_columns
+
     table = csv.writer(sys.stdout, lineterminator="\n")
-    table.writerow(["file", "label", "probability", *class_names])
+    table.writerow(["file", "label", "probability", *probability_columns(class_names)])
 
     def write(p: Prediction) -> None:
         table.writerow([p.file, p.label, p.probability, *p.probabilities.values()])

@@ -3,8 +3,9 @@
 The cache of a data set is a folder, named by a digest of its files (names, sizes, times of change) and of the
 options: ``layout.json`` (the shape and type of the array), ``images`` (the array), ``chunks.jsonl`` (a line
 for each chunk on disk, so that an interrupted process continues where it stopped), ``images.final`` (the
-array with fewer channels or bits, if the images need no more), and ``done.json`` when it is complete. One
-process writes it, and others that need it wait on its lock.
+array with fewer channels or bits, if the images need no more), and ``done.json`` when it is complete, with a
+checksum of the array: a damaged cache is decoded again. One process writes it, and others that need it wait
+on its lock.
 
 Channels and range may need two passes. The first decodes every file by a provisional layout: with three
 channels if any header says so, and, for 16-bit files with an automatic range, all values of uint16
@@ -19,6 +20,8 @@ import hashlib
 import json
 import math
 import os
+import warnings
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -49,7 +52,7 @@ from selfconv.data.stored import CHUNK, Stack
 MIXED_SIZE = 64  # of images that do not have one square size
 MAX_NAMED = 3  # unreadable files in a message
 MEMORY_FRACTION = 0.25  # of the machine's, for images
-CACHE_VERSION = 3  # part of the cache's name
+CACHE_VERSION = 4  # part of the cache's name
 
 
 @dataclass(frozen=True)
@@ -79,10 +82,19 @@ class ArrayLayout:
 
 
 @dataclass(frozen=True)
+class CompleteCache:
+    """The content of ``done.json``."""
+
+    layout: ArrayLayout
+    checksum: int  # CRC-32 of the array
+
+
+@dataclass(frozen=True)
 class ChunkSummary:
     """A decoded chunk: whether all its pixels are grey, the largest of its values, how many were clipped."""
 
     number: int
+    checksum: int  # CRC-32 of its pixels
     grey: bool
     highest: int
     values: int = 0
@@ -120,8 +132,8 @@ def decode_all(
     folder = cache / "images" / hashlib.sha256(options.encode()).hexdigest()[:32]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         reader = _Reader(what, items, pool)
-        if (folder / "done.json").exists():
-            return _open_cache(folder, limit)
+        if (found := _open_or_discard(folder, limit)) is not None:
+            return found
         layout = (
             _read_layout(folder, len(items))
             if (folder / "layout.json").exists()
@@ -129,7 +141,14 @@ def decode_all(
         )
         if layout.nbytes <= limit:
             return _in_memory(reader, layout)
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataError(
+                f"{what}: the images need {layout.nbytes / 1e9:.1f} GB, more than the {limit / 1e9:.1f} GB "
+                f"of memory for them, and {folder.parent} cannot be written ({error.strerror}): name another "
+                "folder in $SELFCONV_DATA"
+            ) from None
         with FileLock(folder / ".lock"):
             if not (folder / "done.json").exists():
                 _check_disk_space(what, folder, layout, limit)
@@ -239,7 +258,8 @@ class _Reader:
                         clipped += found[2]
                 if len(failures) == failed:
                     grey, total = bool((images == images[..., :1]).all()), Clipping.total(clipped)
-                    store(images, ChunkSummary(number, grey, highest, **asdict(total)))
+                    checksum = zlib.crc32(images.data)
+                    store(images, ChunkSummary(number, checksum, grey, highest, **asdict(total)))
         if failures:
             more = f" and {len(failures) - MAX_NAMED} more" if len(failures) > MAX_NAMED else ""
             named = ", ".join(failures[:MAX_NAMED]) + more
@@ -299,7 +319,7 @@ def _read_layout(folder: Path, count: int) -> ArrayLayout:
 
 def _write_cache(reader: _Reader, layout: ArrayLayout, folder: Path) -> None:
     journal = folder / "chunks.jsonl"
-    chunks = _chunks_on_disk(journal)
+    chunks = _chunks_on_disk(journal, folder / "images", layout)
     with (
         open(folder / "images", "r+b" if chunks else "w+b") as file,
         open(journal, "a" if chunks else "w") as lines,
@@ -325,17 +345,22 @@ def _write_cache(reader: _Reader, layout: ArrayLayout, folder: Path) -> None:
             copy.flush()
             os.fsync(copy.fileno())
     # If the process is killed before done.json exists, the next one makes this copy again.
-    write_json(folder / "done.json", asdict(final))
+    checksum = _checksum(_map(_array_file(folder), final))
+    write_json(folder / "done.json", asdict(CompleteCache(final, checksum)))
 
 
-def _chunks_on_disk(journal: Path) -> dict[int, ChunkSummary]:
-    chunks = {}
+def _chunks_on_disk(journal: Path, images: Path, layout: ArrayLayout) -> dict[int, ChunkSummary]:
+    """The chunks that were written, and have not changed since."""
+    chunks, size = {}, layout.nbytes // layout.count * layout.chunk
     for line in journal.read_text().splitlines() if journal.exists() else ():
         try:
             chunk = ChunkSummary(**parse_json(line))
         except (ValueError, TypeError):
             break  # the line that was being written
-        chunks[chunk.number] = chunk
+        with open(images, "rb") as file:
+            file.seek(chunk.number * size)
+            if zlib.crc32(file.read(min(size, layout.nbytes - chunk.number * size))) == chunk.checksum:
+                chunks[chunk.number] = chunk
     if chunks:  # drops an incomplete last line
         journal.write_text("".join(json.dumps(asdict(chunk)) + "\n" for chunk in chunks.values()))
     return chunks
@@ -346,16 +371,56 @@ def _map(path: Path, layout: ArrayLayout) -> NDArray:
     return np.memmap(path, layout.pixels.stored_as, "c", shape=layout.shape)
 
 
+def _array_file(folder: Path) -> Path:
+    copy = folder / "images.final"
+    return copy if copy.exists() else folder / "images"
+
+
+def _checksum(array: NDArray) -> int:
+    found = 0
+    for pixels in Stack(array).chunks():
+        found = zlib.crc32(np.ascontiguousarray(pixels).data, found)
+    return found
+
+
+def _open_or_discard(folder: Path, limit: float) -> tuple[Stack, PixelRange, Clipping] | None:
+    """What is in a complete cache; a damaged one is emptied, with a warning, to be written again."""
+    if not (folder / "done.json").exists():
+        return None
+    try:
+        return _open_cache(folder, limit)
+    except DataError:
+        pass
+    try:
+        with FileLock(folder / ".lock"):
+            if not (folder / "done.json").exists():  # another process is at it
+                return None
+            try:
+                return _open_cache(folder, limit)  # another process has written it again
+            except DataError as error:
+                warnings.warn(f"{error}; decoding the files again", stacklevel=5)
+            for name in ("done.json", "layout.json", "chunks.jsonl", "images", "images.final"):
+                (folder / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"{folder}: damaged, and cannot be written again ({error}): delete this folder"
+        ) from error
+    return None
+
+
 def _open_cache(folder: Path, limit: float) -> tuple[Stack, PixelRange, Clipping]:
     try:
-        layout = read_as(ArrayLayout, folder / "done.json")
-        original, copy = folder / "images", folder / "images.final"
-        if copy.exists():
+        complete = read_as(CompleteCache, folder / "done.json")
+        layout = complete.layout
+        if (folder / "images.final").exists():
             with suppress(OSError):  # a cache that cannot be written, or another process was faster
-                original.unlink()  # here, so that a process killed right after done.json leaves it until now
-        array = _map(copy if copy.exists() else original, layout)
+                # here, so that a process killed right after done.json leaves it until now
+                (folder / "images").unlink()
+        array = _map(_array_file(folder), layout)
     except (ValueError, OSError) as error:
-        raise DataError(f"{folder}: expected decoded images ({error}): delete this folder") from None
+        raise DataError(f"{folder}: expected decoded images ({error})") from None
+    if _checksum(array) != complete.checksum:
+        raise DataError(f"{folder}: expected decoded images as they were written; some have changed")
     stack = Stack(np.array(array) if layout.nbytes <= limit else array)
     return stack, layout.pixels, layout.clipping
 

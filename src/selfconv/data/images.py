@@ -65,7 +65,6 @@ _BEGINNINGS = re.compile(  # of GIF, JPEG, PNG, TIFF and WEBP
 # Pillow detects formats by content, and some start another program (EPS: Ghostscript)
 IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 MAX_BYTES = 2**30  # of a file
-MAX_LEADING_CHANNELS = 4  # a first axis of at most this length may be the channel axis
 _GREY_MODES = ("1", "L", "LA", "La", "I;16", "I;16B")
 
 
@@ -227,7 +226,7 @@ def stack_items(path: Path, name: str) -> list[Item]:
         return [Item(name, path)]
     with _decoder_errors(MAX_PIXELS):
         shape = _load_npy(path).shape
-    _refuse_channels_first(shape)
+    _refuse_ambiguous(shape)
     if not _is_stack(shape):
         return [Item(name, path)]
     if not shape[0]:
@@ -299,21 +298,29 @@ def _is_stack(shape: tuple[int, ...]) -> bool:
     return len(shape) == 4 or (len(shape) == 3 and shape[2] > MAX_CHANNELS)
 
 
-def _refuse_channels_first(shape: tuple[int, ...]) -> None:
-    """Raises UnreadableError if the first axis could be the channel axis."""
-    first, rest = shape[:-2][-1:], shape[-2:]
-    square = len(shape) in (3, 4) and first[0] in (2, 3, 4) and rest[0] == rest[1] > first[0]
-    if square or (len(shape) == 3 and shape[0] in (2, 3, 4) and _is_stack(shape)):
-        raise UnreadableError(
-            "expected channels last, [H, W, C], or [N, H, W, 1] for a stack of "
-            f"{MAX_LEADING_CHANNELS} or fewer grey images; got {list(shape)}, which may have channels first"
-        )
+def _refuse_ambiguous(shape: tuple[int, ...]) -> None:
+    """Raises UnreadableError if channels may be first, or if it may be a stack or one image with channels."""
+    if len(shape) not in (3, 4):
+        return
+    first, height, width = shape[-3:]
+    several = 2 <= first <= MAX_CHANNELS
+    if several and (first < height == width or (len(shape) == 3 and _is_stack(shape))):
+        doubt = "which may have channels first"
+    elif len(shape) == 3 and first == height != width > MAX_CHANNELS:
+        doubt = f"which may have more than {MAX_CHANNELS} channels"
+    elif len(shape) == 3 and 4 < height == width <= MAX_CHANNELS:
+        doubt = "which may be a stack of grey images"
+    else:
+        return
+    raise UnreadableError(
+        f"expected [H, W, C], or [N, H, W, 1] for a stack of grey images; got {list(shape)}, {doubt}"
+    )
 
 
 def _from_npy(item: Item, max_pixels: int) -> NDArray[Any]:
     assert isinstance(item.file, Path)
     values = _load_npy(item.file)
-    _refuse_channels_first(values.shape)
+    _refuse_ambiguous(values.shape)
     if _is_stack(values.shape) and len(values):
         values = values[item.row or 0]
     values = values[..., None] if values.ndim == 2 else values

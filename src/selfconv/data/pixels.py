@@ -48,6 +48,11 @@ class Clipping:
         found = [(part.values, part.below, part.above) for part in parts]
         return Clipping(*map(sum, zip(*found, strict=True))) if found else Clipping()
 
+    @property
+    def share(self) -> float:
+        """Of the values that are outside."""
+        return (self.below + self.above) / max(1, self.values)
+
     def describe(self) -> str | None:
         """The shares of values outside, such as ``76% of the values are above``; None if they are tiny."""
         outside = {"below": self.below, "above": self.above}

@@ -219,7 +219,8 @@ class Trainer:
         loss, accuracy = state.sums.means
         return EpochMetrics(
             epoch=state.epoch + 1,
-            lr=self.optimizer.param_groups[0]["lr"],
+            # of the last step, which may have been trained before a resume
+            lr=learning_rate(self.recipe, state.epoch, len(self.batches) - 1, len(self.batches)),
             train_loss=loss,
             train_accuracy=accuracy,
             val_loss=val.means[0] if val is not None else None,

@@ -16,6 +16,7 @@ from selfconv.trained.metrics import CalibrationBin, ClassQuality, Quality
 from selfconv.trained.model import TrainedModel, open_trained
 from selfconv.trained.outputs import logits
 from selfconv.trained.prediction import Prediction, given_range, predict, predict_each
+from selfconv.trained.prediction_table import probability_columns
 from selfconv.trained.rotation import RotationCurve, rotation_curve, rotation_figure
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "own_range",
     "predict",
     "predict_each",
+    "probability_columns",
     "rotation_curve",
     "rotation_figure",
 ]

@@ -114,7 +114,7 @@ def predict_each(
     """
     missing: list[DataError] = []
     files, info = image_files(images, missing.append), trained.data
-    clipped: list[Clipping] = []
+    clipped: dict[Path, Clipping] = {}  # files with values outside the range
     pixels = info.pixels if pixel_range is None else given_range(pixel_range)
     require_image_readers()
 
@@ -124,7 +124,8 @@ def predict_each(
             images = read_images(file, info.size, info.in_channels, pixels=pixels, tally=own.append)
         except DataError as error:  # a file that is refused is not clipped
             return error
-        clipped.extend(own)
+        if (total := Clipping.total(own)).describe() is not None:
+            clipped[file] = total
         return images
 
     yield from missing
@@ -149,8 +150,10 @@ def predict_each(
                     yield prediction
             if watch is not None:
                 watch(start + len(chunk), len(files))
-    if pixel_range is None:
-        warn_of_clipping(trained.name, Clipping.total(clipped), pixels)
+    if pixel_range is None and clipped:
+        worst = max(clipped, key=lambda file: clipped[file].share)
+        more = f" (and values of {len(clipped) - 1} other files)" if len(clipped) > 1 else ""
+        warn_of_clipping(f"{trained.name}: {worst}{more}", clipped[worst], pixels)
 
 
 def _probabilities(trained: TrainedModel, images: Tensor, pixels: PixelRange) -> list[list[float]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,11 @@ SHOWN = 24  # mistakes on the contact sheet
 COLUMNS = 6
 
 
+def probability_columns(class_names: Sequence[str]) -> list[str]:
+    """Names of the columns with each class's probability, none of which is the name of another column."""
+    return [f"p({name})" for name in class_names]
+
+
 @dataclass(frozen=True, eq=False)
 class PredictionTable:
     """The probabilities ``[N, classes]`` that a model gives the images of a split."""
@@ -33,7 +39,7 @@ class PredictionTable:
         """A line for each image: its name, its class, the answer, and the probability of every class."""
         text = io.StringIO()
         table = csv.writer(text, lineterminator="\n")
-        table.writerow(["image", "class", "answer", "probability", *self.class_names])
+        table.writerow(["image", "class", "answer", "probability", *probability_columns(self.class_names)])
         names = self.split.names if self.split.names else range(len(self.split))
         rows = zip(names, self.split.labels.tolist(), self.probabilities.tolist(), strict=True)
         for name, label, row in rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -123,19 +124,20 @@ def _matcher(pattern: str, columns: Sequence[str] = ()) -> Callable[[str], str]:
 
 def _scan(root: Path) -> dict[str, Files]:
     """The image files of each class of each part, all in order of name."""
-    folders = [path for path in _visible(root) if path.is_dir()]
+    ignored, stray = list[Path](), list[Path]()
+    folders = _folders_in(root, stray)
     if not folders:
         raise DataError(f"{root}: expected a folder of images for each class; got no folders")
-    ignored: list[Path] = []
-    if all(path.name in PARTS for path in folders) or "train" in {path.name for path in folders}:
-        parts = _scan_parts(root, folders, ignored)
+    names = {path.name.lower() for path in folders}
+    if names <= {*PARTS} or "train" in names:
+        parts = _scan_parts(root, folders, ignored, stray)
     else:
         parts = {"train": _scan_classes(root, folders, ignored)}
     train = parts["train"]
     if len(train) < 2:
         raise DataError(f"{root}: expected at least two classes; got {', '.join(train) or 'none'}")
-    for name, paths in train.items():
-        if not paths:
+    for name, images in train.items():
+        if not images:
             known = " ".join(sorted(IMAGE_SUFFIXES))
             raise DataError(f"{root}: expected images ({known}) of class {name!r} to train on; got none")
     for part, classes in parts.items():
@@ -144,21 +146,30 @@ def _scan(root: Path) -> dict[str, Files]:
             raise DataError(f"{root}: expected in {part}/ the classes of train/; got {unknown[0]!r} as well")
         if not any(classes.values()):
             raise DataError(f"{root}: expected images in {part}/; got none")
-    if ignored:
-        first = ignored[0].relative_to(root)
-        warnings.warn(
-            f"{root}: ignored {len(ignored)} entries that are not images; the first is {first}", stacklevel=5
-        )
+    for paths, kind in (
+        (ignored, "entries that are not images"),
+        (stray, "images that are in no class folder"),
+    ):
+        if paths:
+            first = paths[0].relative_to(root)
+            warnings.warn(f"{root}: ignored {len(paths)} {kind}; the first is {first}", stacklevel=5)
     return parts
 
 
-def _scan_parts(root: Path, folders: list[Path], ignored: list[Path]) -> dict[str, Files]:
+def _folders_in(folder: Path, stray: list[Path]) -> list[Path]:
+    """The folders in a folder; images beside them go to ``stray``."""
+    found = [*_visible(folder)]
+    stray += [path for path in found if is_image_name(path)]
+    return [path for path in found if path.is_dir()]
+
+
+def _scan_parts(root: Path, folders: list[Path], ignored: list[Path], stray: list[Path]) -> dict[str, Files]:
     parts: dict[str, Files] = {}
     for folder in folders:
-        part = PARTS.get(folder.name)
+        part = PARTS.get(folder.name.lower())
         if part is None or part in parts:
             raise DataError(f"{root}: expected train/, val/ and test/; got {folder.name}/ as well")
-        parts[part] = _scan_classes(root, [path for path in _visible(folder) if path.is_dir()], ignored)
+        parts[part] = _scan_classes(root, _folders_in(folder, stray), ignored)
     if "train" not in parts:
         raise DataError(f"{root}: expected train/ beside {', '.join(f'{path.name}/' for path in folders)}")
     return {part: parts[part] for part in ("train", "val", "test") if part in parts}
@@ -170,6 +181,8 @@ def _scan_classes(root: Path, folders: list[Path], ignored: list[Path]) -> Files
     for folder in folders:
         images = classes[folder.name] = []
         for path in _files_in(folder):
+            if path.is_symlink() and not path.exists() and path.suffix.lower() in IMAGE_SUFFIXES:
+                raise DataError(f"{root}: {path.relative_to(root)}: a link to a file that does not exist")
             if is_image_name(path):
                 images += _items(path, path.relative_to(root).as_posix(), root)
                 deeper += [(path, folder.name)] if path.parent != folder else []
@@ -253,12 +266,12 @@ def list_manifest(path: Path, group_by: str | None) -> Listing:
 
 
 def _check_labels(path: Path, numbered: Sequence[tuple[int, dict[str, str]]]) -> None:
-    """Raises DataError unless every line has a path and a label, and no path has two labels."""
+    """Raises DataError unless every line has a path and a label, and no path, however spelt, has two."""
     labels: dict[str, tuple[str, int]] = {}
     for number, row in numbered:
         if not row["path"] or not row["label"]:
             raise DataError(f"{path}, line {number}: expected a path and a label; got an empty one")
-        label, first = labels.setdefault(row["path"], (row["label"], number))
+        label, first = labels.setdefault(os.path.normpath(row["path"]), (row["label"], number))
         if label != row["label"]:
             raise DataError(
                 f"{path}, line {number}: expected one label for each path; {row['path']} is "

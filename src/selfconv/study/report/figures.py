@@ -211,9 +211,11 @@ def rotation_picture(name: str, table: ResultTable) -> Picture | None:
             number = seen.setdefault((colour, shape), 0)  # the same network, trained in another way
             seen[colour, shape] += 1
             angles, values = [*row.at_angles], [sample.mean for sample in row.at_angles.values()]
+            planar = row.facts is None or len(GROUPS.get(row.facts.group, "-")) == 1
             axes.plot(
                 [*angles, 360], [*values, values[0]], color=colour, marker=shape, markersize=4,
-                linestyle=dashes[number % len(dashes)], linewidth=1.3, label=_safe(row.label, 44),
+                linestyle=dashes[number % len(dashes)], linewidth=1.2 if planar else 2.4,
+                label=_safe(row.label, 44),
             )  # fmt: skip
         axes.set_xticks(range(0, 361, 45 if wide else 90))
         axes.xaxis.set_major_formatter("{x:.0f}°")
@@ -229,7 +231,8 @@ def rotation_picture(name: str, table: ResultTable) -> Picture | None:
         name,
         f"Accuracy in percent at every angle, {table.title}. Means over all angles: {values}.",
         f"Accuracy on {images:,} test images turned by every multiple of 15°, seen through a round mask: "
-        "the mean over runs. An equivariant network's line repeats every quarter turn.",
+        "the mean over runs. Thick lines: networks on a group; an exactly equivariant one repeats every quarter "
+        "turn.",
         draw,
         heights=(3.6, 3.4 + 0.18 * len(rows)),
     )

@@ -231,8 +231,8 @@ def rotation_picture(name: str, table: ResultTable) -> Picture | None:
         name,
         f"Accuracy in percent at every angle, {table.title}. Means over all angles: {values}.",
         f"Accuracy on {images:,} test images turned by every multiple of 15°, seen through a round mask: "
-        "the mean over runs. Thick lines: networks on a group; an exactly equivariant one repeats every quarter "
-        "turn.",
+        "the mean over runs. Thick lines: networks on a group; if they are exactly equivariant, their lines "
+        "repeat every quarter turn.",
         draw,
         heights=(3.6, 3.4 + 0.18 * len(rows)),
     )

@@ -25,6 +25,7 @@ from selfconv.train.files.checkpoints import checkpoint_files
 from selfconv.trained import Evaluation
 
 RESULTS = Path(__file__).parents[1] / "results"
+LINES = re.compile(r"^\d+ of (\d+) lines$")
 FILES = ("record.json", "metrics.jsonl", "evaluation.json")
 NEEDED = ("config.json", "data.json", "metrics.jsonl")  # to continue a run, beside a checkpoint
 
@@ -46,10 +47,8 @@ def publish(folder: Path, *, weights: bool, unfinished: bool = False) -> list[st
             shutil.copy(run / name, out / trial.folder)
         if weights and trial.folder.endswith("seed-0"):
             ship(run, WEIGHTS / f"{trial.model}.{plan.data}")
-    finished = [trial for trial in plan.trials if trial.folder not in missing]
-    if finished:
-        plan = joined(replace(plan, trials=finished), out / "plan.json")
-        write_json(out / "plan.json", asdict(plan))
+    if len(missing) < len(plan.trials):
+        write_json(out / "plan.json", asdict(joined(plan, missing, out / "plan.json")))
     return missing
 
 
@@ -62,14 +61,16 @@ def keep(run: Path, out: Path) -> None:
     shutil.copy(checkpoint_files(run / "checkpoints")[-1], out / "checkpoints")
 
 
-def joined(plan: PlanFile, published: Path) -> PlanFile:
-    """The plan with the lines that were published before: they may be trained one at a time."""
-    if not published.exists():
-        return plan
-    trials = {trial.folder: trial for trial in (*read_as(PlanFile, published).trials, *plan.trials)}
-    lines = len({trial.label for trial in trials.values()})
-    reduced = [re.sub(r"^\d+ of (\d+) lines$", rf"{lines} of \1 lines", words) for words in plan.reduced]
-    return replace(plan, trials=list(trials.values()), reduced=reduced)
+def joined(plan: PlanFile, missing: list[str], published: Path) -> PlanFile:
+    """The trials that have finished, with those published before: lines may be trained one at a time."""
+    before = read_as(PlanFile, published).trials if published.exists() else []
+    finished = [trial for trial in plan.trials if trial.folder not in missing]
+    trials = [*{trial.folder: trial for trial in (*before, *finished)}.values()]
+    others = [words for words in plan.reduced if not LINES.match(words)]
+    counts = [found[1] for words in plan.reduced if (found := LINES.match(words))]
+    lines = len({trial.label for trial in trials})
+    of = int(counts[0]) if counts else len({trial.label for trial in plan.trials})
+    return replace(plan, trials=trials, reduced=[f"{lines} of {of} lines", *others] if lines < of else others)
 
 
 def ship(run: Path, out: Path) -> None:

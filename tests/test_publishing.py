@@ -60,8 +60,9 @@ def test_finished_runs_are_published_with_their_cards(
         "cifar10/plan.json",
         *(f"cifar10/resnet29/seed-{seed}/{name}" for seed in (0, 1) for name in files),
     }
-    trials = json.loads((tmp_path / "results/cifar10/plan.json").read_text())["trials"]
-    assert [trial["folder"] for trial in trials] == ["resnet29/seed-0", "resnet29/seed-1"]
+    content = json.loads((tmp_path / "results/cifar10/plan.json").read_text())
+    assert [trial["folder"] for trial in content["trials"]] == ["resnet29/seed-0", "resnet29/seed-1"]
+    assert content["reduced"] == ["1 of 2 lines"]
     shipped = tmp_path / "weights" / "resnet29.cifar10"
     assert [path.name for path in (tmp_path / "weights").iterdir()] == ["resnet29.cifar10"]
     assert (shipped / "model.safetensors").read_text() == "model.safetensors of seed 0"

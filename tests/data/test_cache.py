@@ -19,6 +19,7 @@ from PIL import Image
 
 from selfconv.data import Augment, Batches, DataError, Dataset, load_data
 from selfconv.data import decoding as decoding_module
+from selfconv.data.images import Item
 
 RANDOM = np.random.default_rng(0)
 
@@ -220,16 +221,19 @@ def flip_a_byte(path: Path, place: int = 100) -> None:
 
 
 @pytest.mark.parametrize("memory", [0, 1e9])
-@pytest.mark.parametrize("kind", ["plain", "deep"])
+@pytest.mark.parametrize("kind", ["plain", "deep", "grey"])
 def test_damaged_caches_are_decoded_again(tmp_path: Path, kind: str, memory: float) -> None:
     """One byte of the images, their end, or the description; what is read is what the files have."""
     root = gallery(tmp_path / "cells", kind)
     expected = load_data(root)
     load_data(root, memory=0, cache=tmp_path / "cache")
     (done,) = (tmp_path / "cache").rglob("done.json")
+    images = done.parent / ("images.final" if kind == "grey" else "images")
+    assert images.exists()
     for damage, reason in (
-        (lambda: flip_a_byte(done.parent / "images"), "some have changed"),
-        (lambda: (done.parent / "images").write_bytes(b"short"), "expected decoded images"),
+        (lambda: flip_a_byte(images), "some have changed"),
+        (lambda: images.write_bytes(b"short"), "expected decoded images"),
+        (lambda: images.unlink(), "expected decoded images"),
         (lambda: done.write_text("{}"), "expected decoded images"),
     ):
         load_data(root, memory=0, cache=tmp_path / "cache")
@@ -253,7 +257,52 @@ def test_chunks_that_changed_before_a_resume_are_decoded_again(
             load_data(root, memory=0, cache=tmp_path / "cache")
     (images,) = (tmp_path / "cache").rglob("images/*/images")
     flip_a_byte(images)
+    decoded: list[str] = []
+    original = decoding_module.decode
+
+    def counted(item: Item, *args: Any) -> Any:
+        decoded.append(item.name)
+        return original(item, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(decoding_module, "decode", counted)
+        found = load_data(root, memory=0, cache=tmp_path / "cache")
+    assert sorted(decoded) == [f"a/{i:03}.png" for i in range(4)]  # of one chunk
+    assert same(load_data(root), found)
+
+
+def test_a_damaged_layout_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = gallery(tmp_path / "cells", "plain")
+
+    def killed(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(decoding_module, "_write_cache", killed)
+        with pytest.raises(KeyboardInterrupt):
+            load_data(root, memory=0, cache=tmp_path / "cache")
+    (layout,) = (tmp_path / "cache").rglob("layout.json")
+    layout.write_text("[")
     assert same(load_data(root), load_data(root, memory=0, cache=tmp_path / "cache"))
+
+
+def test_a_damaged_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = gallery(tmp_path / "cells", "plain")
+    load_data(root, memory=0, cache=tmp_path / "cache")
+    (images,) = (tmp_path / "cache").rglob("images/*/images")
+    flip_a_byte(images)
+
+    def refused(*args: object, **kwargs: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(decoding_module, "FileLock", refused)
+    with pytest.warns(UserWarning, match="ignored, since its images have changed"):
+        assert same(load_data(root), load_data(root, memory=1e9, cache=tmp_path / "cache"))
+    with (
+        pytest.warns(UserWarning, match="ignored, since its images have changed"),
+        pytest.raises(DataError, match=r"cannot be written \(Permission denied\): name another folder"),
+    ):
+        load_data(root, memory=0, cache=tmp_path / "cache")
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:

@@ -195,6 +195,7 @@ class TestFiles:
                 for shape in [(7, 24, 24), (16, 24, 24), (12, 20, 30), (4, 7, 24, 24)]
             ),
             ((24, 24, 20), "more than 16 channels"),
+            ((24, 24, 24), "more than 16 channels"),
             ((20, 16, 16), "a stack of grey images"),
             ((16, 16, 16), "a stack of grey images"),
         ],
@@ -206,7 +207,8 @@ class TestFiles:
         np.save(tmp_path / "x.npy", array)
         for read in (read_image, read_images):
             with pytest.raises(
-                DataError, match=rf"x.npy: expected \[H, W, C\], or \[N, H, W, 1\] .*, which may .*{why}"
+                DataError,
+                match=rf"x.npy: expected \[H, W, C\], or a stack \[N, H, W, C\] .*, which may .*{why}",
             ):
                 read(tmp_path / "x.npy", 8, 1)
         if array.ndim == 3:

@@ -102,12 +102,16 @@ class TestFolder:
     def test_links_to_nothing(self, tmp_path: Path) -> None:
         root = gallery(tmp_path / "pets")
         (root / "cat" / "x.tif").symlink_to(tmp_path / "nowhere.tif")
-        fails("pets: cat/x.tif: a link to a file that does not exist", root)
+        fails("pets/cat/x.tif: a link to a file that does not exist", root)
 
     def test_capitals_of_parts(self, tmp_path: Path) -> None:
         gallery(gallery(tmp_path, "Train"), "TEST", 3)
         data = load_data(tmp_path)
         assert (data.class_names, len(data.test), data.has_test_part) == (("cat", "dog"), 6, True)
+        assert load_data(gallery(tmp_path / "traffic", classes=("Bus", "Train"))).class_names == (
+            "Bus",
+            "Train",
+        )
 
     def test_folders_within_a_class(self, tmp_path: Path) -> None:
         root = gallery(tmp_path / "pets")

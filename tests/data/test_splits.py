@@ -141,12 +141,13 @@ class TestManifest:
             (["path,label", "x.png,a,b"], "line 2: expected as many columns as the first line has"),
             (["path,label", "x.png,a", "x.png,b"], "line 3: expected one label for each path"),
             (["path,label", "x.png,a", "./y/../x.png,b"], "line 3: expected one label for each path"),
+            (["path,label", "x.png,a", "HERE/x.png,b"], "line 3: expected one label for each path"),
             (["path,label,split", "x.png,a,test"], "expected images to train on; got split test alone"),
         ],
     )
     def test_errors(self, tmp_path: Path, lines: list[str], why: str) -> None:
         with pytest.raises(DataError, match=why):
-            load_data(manifest(tmp_path / "x.csv", *lines))
+            load_data(manifest(tmp_path / "x.csv", *(line.replace("HERE", str(tmp_path)) for line in lines)))
 
     @pytest.mark.parametrize(
         ("lines", "group_by", "why"),

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from selfconv.groups import Group, get_group
+from selfconv.groups import Group, cyclic, get_group
 from selfconv.ops import Window, affine_self_conv
 from selfconv.testing import relative_error
 
@@ -46,6 +46,13 @@ def test_windows_on_groups_agree_with_the_reference(
     if group == HALVES_OF_A_TURN:
         case = replace(case, kernel_size=(1, 3), dilation=(1, 2))
     assert_close(case.gradients(backend=backend), case.expected("reference"))
+
+
+@pytest.mark.parametrize("lifting", [False, True])
+def test_groups_of_odd_order_agree_with_the_reference(lifting: bool) -> None:
+    """Their planes are computed one at a time, those of other groups in pairs."""
+    case = replace(Z2, group=cyclic("c3", 3), lifting=lifting)
+    assert_close(case.gradients(backend="numba"), case.expected("reference"))
 
 
 @pytest.mark.parametrize("backend", ["eager", "numba"])

@@ -134,22 +134,19 @@ def decode_all(
         reader = _Reader(what, items, pool)
         if (found := _open_or_discard(folder, limit)) is not None:
             return found
-        layout = (
-            _read_layout(folder, len(items))
-            if (folder / "layout.json").exists()
-            else reader.layout(image_size, pixel_range, channels)
-        )
+        layout = _read_layout(folder, len(items)) or reader.layout(image_size, pixel_range, channels)
         if layout.nbytes <= limit:
             return _in_memory(reader, layout)
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(folder / ".lock").acquire()
         except OSError as error:
             raise DataError(
                 f"{what}: the images need {layout.nbytes / 1e9:.1f} GB, more than the {limit / 1e9:.1f} GB "
                 f"of memory for them, and {folder.parent} cannot be written ({error.strerror}): name another "
                 "folder in $SELFCONV_DATA"
             ) from None
-        with FileLock(folder / ".lock"):
+        with lock:
             if not (folder / "done.json").exists():
                 _check_disk_space(what, folder, layout, limit)
                 write_json(folder / "layout.json", asdict(layout))
@@ -308,13 +305,13 @@ def _check_disk_space(what: str, folder: Path, layout: ArrayLayout, limit: float
         )
 
 
-def _read_layout(folder: Path, count: int) -> ArrayLayout:
-    layout = read_as(ArrayLayout, folder / "layout.json")
-    if layout.count != count:
-        raise DataError(
-            f"{folder}: expected the layout of {count} images; got {layout.count}: delete this folder"
-        )
-    return layout
+def _read_layout(folder: Path, count: int) -> ArrayLayout | None:
+    """The layout of a cache that is not complete; None if there is none, or none that can be read."""
+    try:
+        layout = read_as(ArrayLayout, folder / "layout.json")
+    except (ValueError, OSError):
+        return None
+    return layout if layout.count == count else None
 
 
 def _write_cache(reader: _Reader, layout: ArrayLayout, folder: Path) -> None:
@@ -352,7 +349,7 @@ def _write_cache(reader: _Reader, layout: ArrayLayout, folder: Path) -> None:
 def _chunks_on_disk(journal: Path, images: Path, layout: ArrayLayout) -> dict[int, ChunkSummary]:
     """The chunks that were written, and have not changed since."""
     chunks, size = {}, layout.nbytes // layout.count * layout.chunk
-    for line in journal.read_text().splitlines() if journal.exists() else ():
+    for line in journal.read_text().splitlines() if journal.exists() and images.exists() else ():
         try:
             chunk = ChunkSummary(**parse_json(line))
         except (ValueError, TypeError):
@@ -398,13 +395,12 @@ def _open_or_discard(folder: Path, limit: float) -> tuple[Stack, PixelRange, Cli
             try:
                 return _open_cache(folder, limit)  # another process has written it again
             except DataError as error:
-                warnings.warn(f"{error}; decoding the files again", stacklevel=5)
-            for name in ("done.json", "layout.json", "chunks.jsonl", "images", "images.final"):
+                warnings.warn(f"{error}; decoding the files again", stacklevel=6)
+            # done.json last: if this is interrupted, the next process finds the cache damaged and goes on
+            for name in ("chunks.jsonl", "layout.json", "images", "images.final", "done.json"):
                 (folder / name).unlink(missing_ok=True)
-    except OSError as error:
-        raise DataError(
-            f"{folder}: damaged, and cannot be written again ({error}): delete this folder"
-        ) from error
+    except OSError:  # of a cache that cannot be written: the images may fit into memory
+        warnings.warn(f"{folder}: ignored, since its images have changed; decoding the files", stacklevel=6)
     return None
 
 

@@ -306,14 +306,15 @@ def _refuse_ambiguous(shape: tuple[int, ...]) -> None:
     several = 2 <= first <= MAX_CHANNELS
     if several and (first < height == width or (len(shape) == 3 and _is_stack(shape))):
         doubt = "which may have channels first"
-    elif len(shape) == 3 and first == height != width > MAX_CHANNELS:
+    elif len(shape) == 3 and first == height and width > MAX_CHANNELS:
         doubt = f"which may have more than {MAX_CHANNELS} channels"
     elif len(shape) == 3 and 4 < height == width <= MAX_CHANNELS:
         doubt = "which may be a stack of grey images"
     else:
         return
     raise UnreadableError(
-        f"expected [H, W, C], or [N, H, W, 1] for a stack of grey images; got {list(shape)}, {doubt}"
+        "expected [H, W, C], or a stack [N, H, W, C] ([N, H, W, 1] of grey images); got "
+        f"{list(shape)}, {doubt}"
     )
 
 

@@ -58,7 +58,7 @@ def train(
     accelerator = make_accelerator(config.hardware)
     config = broadcast_object(config)
     data = open_data(config, folder=Path(out) if resume else None)
-    if (outside := data.clipping.describe()) is not None:
+    if accelerator.is_main_process and (outside := data.clipping.describe()) is not None:
         warnings.warn(f"{data.name}: {outside} the range {data.pixels}, and are clipped", stacklevel=2)
     trainer = Trainer(config, data, accelerator)
     total = config.recipe.epochs * len(trainer.batches)

@@ -325,11 +325,12 @@ def _check_images(model: ResNet, info: DataInfo, folder: Path) -> None:
         )
 
 
-def warn_of_clipping(what: str, clipping: Clipping, pixels: PixelRange) -> None:
+def warn_of_clipping(what: str, clipping: Clipping, pixels: PixelRange, others: str = "") -> None:
     """Warns if files have more than a few values outside the range of the training images."""
     if (outside := clipping.describe()) is not None:
         warnings.warn(
-            f"{what}: {outside} the training range {pixels}: --range LOW,HIGH gives the range of these files",
+            f"{what}: {outside} the training range {pixels}{others}: --range LOW,HIGH gives the range of "
+            "these files",
             stacklevel=3,
         )
 

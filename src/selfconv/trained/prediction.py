@@ -152,8 +152,8 @@ def predict_each(
                 watch(start + len(chunk), len(files))
     if pixel_range is None and clipped:
         worst = max(clipped, key=lambda file: clipped[file].share)
-        more = f" (and values of {len(clipped) - 1} other files)" if len(clipped) > 1 else ""
-        warn_of_clipping(f"{trained.name}: {worst}{more}", clipped[worst], pixels)
+        others = f"; {len(clipped) - 1} other files have such values too" if len(clipped) > 1 else ""
+        warn_of_clipping(f"{trained.name}: {worst}", clipped[worst], pixels, others)
 
 
 def _probabilities(trained: TrainedModel, images: Tensor, pixels: PixelRange) -> list[list[float]]:

@@ -6,7 +6,7 @@ import csv
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,8 +128,8 @@ def _scan(root: Path) -> dict[str, Files]:
     folders = _folders_in(root, stray)
     if not folders:
         raise DataError(f"{root}: expected a folder of images for each class; got no folders")
-    names = {path.name.lower() for path in folders}
-    if names <= {*PARTS} or "train" in names:
+    names = {path.name for path in folders}
+    if {name.lower() for name in names} <= {*PARTS} or "train" in names:  # beside others, Train is a class
         parts = _scan_parts(root, folders, ignored, stray)
     else:
         parts = {"train": _scan_classes(root, folders, ignored)}
@@ -158,7 +158,7 @@ def _scan(root: Path) -> dict[str, Files]:
 
 def _folders_in(folder: Path, stray: list[Path]) -> list[Path]:
     """The folders in a folder; images beside them go to ``stray``."""
-    found = [*_visible(folder)]
+    found = _visible(folder)
     stray += [path for path in found if is_image_name(path)]
     return [path for path in found if path.is_dir()]
 
@@ -181,8 +181,6 @@ def _scan_classes(root: Path, folders: list[Path], ignored: list[Path]) -> Files
     for folder in folders:
         images = classes[folder.name] = []
         for path in _files_in(folder):
-            if path.is_symlink() and not path.exists() and path.suffix.lower() in IMAGE_SUFFIXES:
-                raise DataError(f"{root}: {path.relative_to(root)}: a link to a file that does not exist")
             if is_image_name(path):
                 images += _items(path, path.relative_to(root).as_posix(), root)
                 deeper += [(path, folder.name)] if path.parent != folder else []
@@ -206,15 +204,20 @@ def _files_in(folder: Path) -> list[Path]:
     return found
 
 
+def _visible(folder: Path) -> list[Path]:
+    """What is in a folder, in order of name, but nothing hidden."""
+    found = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
+    for path in found:
+        if path.suffix.lower() in IMAGE_SUFFIXES and path.is_symlink() and not path.exists():
+            raise DataError(f"{path}: a link to a file that does not exist")
+    return found
+
+
 def _items(path: Path, name: str, what: Path) -> list[Item]:
     try:
         return stack_items(path, name)
     except UnreadableError as error:
         raise DataError(f"{what}: {name}: {error}") from error
-
-
-def _visible(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.iterdir()) if not path.name.startswith("."))
 
 
 # ---- a CSV file ----
@@ -240,7 +243,7 @@ def list_manifest(path: Path, group_by: str | None) -> Listing:
     _check_labels(path, numbered)
     parts: dict[str, list[tuple[int, dict[str, str]]]] = {}
     for number, row in numbered:
-        part = PARTS.get(row["split"] or "train") if "split" in columns else "train"
+        part = PARTS.get(row["split"].lower() or "train") if "split" in columns else "train"
         if part is None:
             raise DataError(
                 f"{path}, line {number}: split: expected train, val or test; got {row['split']!r}"
@@ -271,7 +274,7 @@ def _check_labels(path: Path, numbered: Sequence[tuple[int, dict[str, str]]]) ->
     for number, row in numbered:
         if not row["path"] or not row["label"]:
             raise DataError(f"{path}, line {number}: expected a path and a label; got an empty one")
-        label, first = labels.setdefault(os.path.normpath(row["path"]), (row["label"], number))
+        label, first = labels.setdefault(os.path.abspath(path.parent / row["path"]), (row["label"], number))
         if label != row["label"]:
             raise DataError(
                 f"{path}, line {number}: expected one label for each path; {row['path']} is "

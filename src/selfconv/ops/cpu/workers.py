@@ -52,7 +52,10 @@ def _of_length(length):
 
 
 def _pair(order):
-    """The planes P that share a pass, and so the loads of keys and values."""
+    """The planes P that share a pass, and so the loads of keys and values.
+
+    Lifting has R = 1; otherwise P = R, so that an even R has an even number of planes P.
+    """
     return _of_length(1 if order % 2 else 2)
 
 

@@ -211,7 +211,8 @@ def rotation_picture(name: str, table: ResultTable) -> Picture | None:
             number = seen.setdefault((colour, shape), 0)  # the same network, trained in another way
             seen[colour, shape] += 1
             angles, values = [*row.at_angles], [sample.mean for sample in row.at_angles.values()]
-            planar = row.facts is None or len(GROUPS.get(row.facts.group, "-")) == 1
+            group = None if row.facts is None else GROUPS.get(row.facts.group)  # None: of another version
+            planar = group is None or len(group) == 1
             axes.plot(
                 [*angles, 360], [*values, values[0]], color=colour, marker=shape, markersize=4,
                 linestyle=dashes[number % len(dashes)], linewidth=1.2 if planar else 2.4,
@@ -232,7 +233,7 @@ def rotation_picture(name: str, table: ResultTable) -> Picture | None:
         f"Accuracy in percent at every angle, {table.title}. Means over all angles: {values}.",
         f"Accuracy on {images:,} test images turned by every multiple of 15°, seen through a round mask: "
         "the mean over runs. Thick lines: networks on a group; if they are exactly equivariant, their lines "
-        "repeat every quarter turn.",
+        "repeat after each rotation of the group.",
         draw,
         heights=(3.6, 3.4 + 0.18 * len(rows)),
     )

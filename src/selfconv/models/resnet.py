@@ -245,7 +245,7 @@ class ResNet(
         if min(h, w) >= LARGE and self._config.stem == "conv":
             warnings.warn(
                 f"{h}×{w} images are large for this model, whose first stage keeps their size: stem='pool4' "
-                "computes a quarter of the side, or resize the images",
+                "(--stem pool4) computes a quarter of the side, or resize the images",
                 stacklevel=2,
             )
         if len(self.group) > 1:

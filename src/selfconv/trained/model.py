@@ -108,7 +108,7 @@ class TrainedModel:
             if data.digest != self.data.digest:
                 raise RunError(
                     f"{self.name}: the data set {data.name} has changed since this model was trained"
-                    + _earlier_levels(self.data.pixels)
+                    f"{_earlier_levels(self.data.pixels)}: --data tests on it as it is now"
                 )
             return data
         own = pixel_range is None

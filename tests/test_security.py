@@ -437,7 +437,9 @@ def test_links_out_of_a_folder_of_images(tmp_path: Path) -> None:
     assert "secret" not in one_line(caught.value).replace(str(tmp_path), "")
     (root / "cat" / "x.png").unlink()
     os.mkfifo(root / "cat" / "x.png")  # to read it would wait for ever
-    with pytest.warns(UserWarning, match="ignored 1 entries that are not images; the first is cat/x.png"):
+    with pytest.raises(
+        DataError, match=r"1 of \d+ images cannot be read: cat/x.png \(expected a file; got a FIFO"
+    ):
         load_data(root)
 
 

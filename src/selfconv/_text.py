@@ -36,6 +36,10 @@ def format_duration(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
+def format_bytes(number: float) -> str:
+    return f"{number / 1e9:.1f} GB" if number >= 1e8 else f"{number / 1e6:.1f} MB"
+
+
 def count(number: int, word: str) -> str:
     """A number of things: ``1 run``, ``2 runs``."""
     return f"{number:,} {word}" + "s" * (number != 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -210,7 +211,7 @@ def test_a_full_disk_counts_what_is_decoded_already(tmp_path: Path, monkeypatch:
             load_data(root, memory=0, cache=tmp_path / "cache")
     monkeypatch.setattr(os, "statvfs", full)
     assert same(load_data(root), load_data(root, memory=0, cache=tmp_path / "cache"))
-    with pytest.raises(DataError, match=r"60 images of 5×5 need 0\.0 GB, .* has room for 0\.0 GB"):
+    with pytest.raises(DataError, match=r"60 images of 5×5 need 0\.0 MB, .* has room for 0\.0 MB"):
         load_data(root, memory=0, image_size=5, cache=tmp_path / "cache")
 
 
@@ -325,6 +326,22 @@ def test_memory_is_a_number_of_bytes() -> None:
         load_data("digits", memory=-1)
 
 
+def test_a_disk_that_fills_while_images_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = gallery(tmp_path / "cells", "plain")
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fdatasync", full)
+        with pytest.raises(
+            DataError,
+            match=rf"{tmp_path}/cache/images/\w+: the decoded images of cells cannot be written \(No",
+        ):
+            load_data(root, memory=0, cache=tmp_path / "cache")
+    assert same(load_data(root), load_data(root, memory=0, cache=tmp_path / "cache"))
+
+
 class TestParquet:
     """Through Hugging Face datasets, from files: nothing is downloaded."""
 
@@ -376,3 +393,43 @@ class TestParquet:
             load_data(tmp_path / "z.parquet")
         with pytest.raises(DataError, match="expected hf:NAME; got 'hf:'"):
             load_data("hf:")
+
+    @pytest.mark.parametrize("files", [("train-0", "train-1"), ("train", "test")])
+    def test_class_names_in_another_order(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: tuple[str, str]
+    ) -> None:
+        import datasets
+
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+        root, folder = gallery(tmp_path / "cells", "plain"), tmp_path / "parquet"
+        folder.mkdir()
+        for name, start, names in zip(files, (0, 10), (["a", "b"], ["b", "a"]), strict=True):
+            path = folder / f"{name}.parquet"
+            self.write(root, path, start)
+            made = datasets.Dataset.from_parquet(str(path), cache_dir=str(tmp_path / "hf"))
+            made.cast_column("label", datasets.ClassLabel(names=names)).to_parquet(path)
+        with pytest.raises(
+            DataError,
+            match=r"same class names in every file; \S+.parquet has \w, \w and \S+.parquet \w, \w, in",
+        ):
+            load_data(folder)
+
+    @pytest.mark.parametrize(
+        ("label", "why"),
+        [
+            (lambda file: None if file.stem == "003" else file.parent.name, r"got None in train\[3\]"),
+            (lambda file: [int(file.stem)], r"got \[0\] in train\[0\]"),
+        ],
+    )
+    def test_labels_that_are_none(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, label: Any, why: str
+    ) -> None:
+        import datasets
+
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+        root = gallery(tmp_path / "cells", "plain", 10)
+        self.write(root, tmp_path / "x.parquet", 0, label="other", kind=label)
+        renamed = datasets.Dataset.from_parquet(str(tmp_path / "x.parquet"), cache_dir=str(tmp_path / "hf"))
+        renamed.rename_column("kind", "label").to_parquet(tmp_path / "x.parquet")
+        with pytest.raises(DataError, match=f"expected a text or a number, of one type, in .*; {why}$"):
+            load_data(tmp_path / "x.parquet")

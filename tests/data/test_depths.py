@@ -102,11 +102,6 @@ class TestFiles:
         (tmp_path / "x.png").write_bytes(imagecodecs.png_encode(array))
         assert np.array_equal(read_values(Item("x", tmp_path / "x.png")), array.reshape(6, 5, -1))
 
-    def test_deep_pgm(self, tmp_path: Path) -> None:
-        array = noise(6, 5, high=65536)
-        (tmp_path / "x.pgm").write_bytes(b"P5\n5 6\n65535\n" + array.astype(">u2").tobytes())
-        assert np.array_equal(read_values(Item("x", tmp_path / "x.pgm"))[..., 0], array)
-
     def test_alpha_only_where_the_format_says_so(self, tmp_path: Path) -> None:
         array = np.zeros((4, 4, 4), np.uint16)
         array[..., 3] = [0, 0, 65535, 65535]
@@ -166,18 +161,68 @@ class TestFiles:
             small = [read_image(tmp_path / f"x.{s}", 5, 3) for s in ("tif", "png")]
             assert torch.equal(*small)
 
-    def test_deep_ppm(self, tmp_path: Path) -> None:
-        array = noise(6, 5, 3, high=65536)
-        (tmp_path / "x.ppm").write_bytes(b"P6 # made here\n5 6\n65535\n" + array.astype(">u2").tobytes())
-        assert np.array_equal(read_values(Item("x", tmp_path / "x.ppm")), array)
-        low = noise(6, 5, 3)
-        (tmp_path / "x.ppm").write_bytes(b"P6\n5 6\n4095\n" + low.astype(">u2").tobytes())
-        assert np.array_equal(read_values(Item("x", tmp_path / "x.ppm")), np.rint(low * (65535 / 4095)))
-        (tmp_path / "x.ppm").write_text("P3\n1 1\n4095\n1 2 3\n")
-        with pytest.raises(DataError, match=r"expected a binary PPM \(P6\) of at most 16 bits"):
-            read_image(tmp_path / "x.ppm", 1, 3)
-        (tmp_path / "x.ppm").write_text("P3\n1 1\n255\n1 2 3\n")
-        assert read_image(tmp_path / "x.ppm", 1, 3).flatten().tolist() == [1, 2, 3]
+    @pytest.mark.parametrize("white", [100, 255, 4095, 65535])
+    @pytest.mark.parametrize("kind", ["P2", "P3", "P5", "P6"])
+    def test_pgm_and_ppm(self, tmp_path: Path, kind: str, white: int) -> None:
+        """As they are written, whatever value is white."""
+        channels, path = (1 if kind in ("P2", "P5") else 3), tmp_path / "x.ppm"
+        array = noise(6, 5, channels, dtype=np.uint16 if white > 255 else np.uint8, high=white + 1)
+        header = f"{kind} # made here\n5 6\n{white}\n".encode()
+        digits = " ".join(map(str, array.ravel())).encode() + b"\n"
+        path.write_bytes(
+            header + (digits if kind in ("P2", "P3") else array.astype(f">u{array.itemsize}").tobytes())
+        )
+        found = read_values(Item("x", path))
+        assert found.dtype == array.dtype
+        assert np.array_equal(found[..., :channels], array)
+        pixels = PixelRange(array.dtype.name, 0, white)
+        assert np.array_equal(read_image(path, 6, channels, pixels=pixels).shape, (channels, 6, 6))
+
+    @pytest.mark.parametrize(
+        ("content", "why"),
+        [
+            (b"P5\n5 6\n4095\n" + bytes(59), "damaged or truncated"),
+            (b"P2\n2 1\n100\n1", "damaged or truncated"),
+            (b"P2\n2 1\n100\n1 x", "damaged or truncated"),
+            (b"P2\n2 1\n100\n1 101", "damaged or truncated"),
+            (b"P5\n2 1\n100\n\x01\xff", "damaged or truncated"),
+        ],
+    )
+    def test_damaged_pgm(self, tmp_path: Path, content: bytes, why: str) -> None:
+        (tmp_path / "x.pgm").write_bytes(content)
+        with pytest.raises(DataError, match=f"x.pgm: {why}$"):
+            read_image(tmp_path / "x.pgm", 1, 1)
+
+    @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+    def test_smaller_copies_in_a_tiff_are_ignored(self, tmp_path: Path, dtype: Any) -> None:
+        array = noise(8, 8, dtype=dtype, high=200)
+        with tifffile.TiffWriter(tmp_path / "x.tif") as file:
+            file.write(array[::2, ::2], photometric="minisblack", subfiletype=1)
+            file.write(array, photometric="minisblack")
+        assert np.array_equal(read_values(Item("x", tmp_path / "x.tif"))[..., 0], array)
+
+    def test_a_palette_behind_a_smaller_copy(self, tmp_path: Path) -> None:
+        array, colours = noise(8, 8, dtype=np.uint8, high=256), noise(3, 256, high=256) * 257
+        with tifffile.TiffWriter(tmp_path / "x.tif") as file:
+            file.write(array[::2, ::2], photometric="minisblack", subfiletype=1)
+            file.write(array, photometric="palette", colormap=colours)
+        assert np.array_equal(read_values(Item("x", tmp_path / "x.tif")), colours.T[array] >> 8)
+
+    @pytest.mark.parametrize(
+        ("second", "described"),
+        [(noise(4, 5), "8×8 uint16, 4×5 uint16"), (noise(8, 8, dtype=np.uint8), "8×8 uint16, 8×8 uint8")],
+    )
+    def test_several_images_in_a_tiff(self, tmp_path: Path, second: np.ndarray, described: str) -> None:
+        with tifffile.TiffWriter(tmp_path / "x.tif") as file:
+            for array in (noise(8, 8), second):
+                file.write(array, photometric="minisblack")
+        with pytest.raises(DataError, match=rf"x.tif: expected one image, .*; got 2 \({described}\)$"):
+            read_image(tmp_path / "x.tif", 8, 1, pixels=PixelRange("uint16", 0, 4095))
+
+    def test_a_grey_image_has_one_channel(self, tmp_path: Path) -> None:
+        Image.new("L", (8, 8), 9).save(tmp_path / "x.png")
+        with pytest.raises(DataError, match=r"x.png: expected 16 channels; got 1$"):
+            read_image(tmp_path / "x.png", 8, 16)
 
     def test_pfm(self, tmp_path: Path) -> None:
         array = RANDOM.normal(size=(6, 5)).astype("<f4")
@@ -431,6 +476,35 @@ class TestRange:
         assert Clipping(1000, 0, 760).describe() == "76% of the values are above"
         assert Clipping(1000, 0, 5).describe() == "0.5% of the values are above"
         assert Clipping(10_000, 1, 5).describe() is None
+
+    def test_floating_point_outside_its_range(self, tmp_path: Path) -> None:
+        for i in range(20):
+            (tmp_path / "x" / "ab"[i % 2]).mkdir(parents=True, exist_ok=True)
+            array = RANDOM.uniform(-3, 7, (8, 8)).astype(np.float32)
+            tifffile.imwrite(tmp_path / "x" / "ab"[i % 2] / f"{i}.tif", array)
+        said = r"x: [23]\d% of the values are below, [56]\d% above the range of each file's type, and are cl"
+        with pytest.warns(UserWarning, match=said):
+            data = load_data(tmp_path / "x", pixel_range="dtype")
+        assert data.pixels.describe() == "values in the range of each file's type (float32)"
+
+    def test_values_too_large_for_a_range(self, tmp_path: Path) -> None:
+        for i in range(4):
+            (tmp_path / "x" / "ab"[i % 2]).mkdir(parents=True, exist_ok=True)
+            np.save(tmp_path / "x" / "ab"[i % 2] / f"{i}.npy", np.array([[0, 1], [1, 3e38]], np.float32))
+        with pytest.raises(DataError, match=r"expected LOW < HIGH, both of at most 1.8e\+19; got 0, 3e\+38"):
+            load_data(tmp_path / "x")
+        with pytest.raises(
+            DataError, match=r"got '0,1e308' \(range: expected LOW < HIGH, both of at most 1.8e"
+        ):
+            load_data(tmp_path / "x", pixel_range="0,1e308")
+
+    def test_switches_in_an_npz(self, tmp_path: Path) -> None:
+        """As in an .npy file."""
+        x = RANDOM.integers(0, 2, (40, 4, 4)).astype(bool)
+        labels = np.arange(40) % 2
+        np.savez(tmp_path / "x.npz", x_train=x, y_train=labels, x_test=x, y_test=labels)
+        data = load_data(tmp_path / "x.npz", validation=0)
+        assert np.array_equal(data.train.images[:, 0], x * np.uint8(255))
 
     def test_types(self, tmp_path: Path) -> None:
         values = gallery(tmp_path / "cells")

@@ -45,10 +45,27 @@ class TestGroups:
         data = load_data(slides(tmp_path), group_by=r"slide\d")
         assert not {slide(n) for n in data.train.names} & {slide(n) for n in data.test.names}
 
+    def test_a_class_in_one_group(self, tmp_path: Path) -> None:
+        """It cannot be in the test, which is said."""
+        root = slides(tmp_path / "cells")
+        (root / "c").mkdir()
+        for i in range(12):
+            Image.new("L", (4, 4), 20 * i).save(root / "c" / f"slide99_{i}.png")
+        with pytest.warns(
+            UserWarning, match=r"cells: no (validation|test) images of 1 of 3 classes \(first: 'c'\)"
+        ) as said:
+            data = load_data(root, group_by=r"slide(\d+)_")
+        assert sum("images of 1 of 3 classes" in str(warning.message) for warning in said) == 2
+        assert (data.train.labels == 2).sum() == 12
+
     def test_errors(self, tmp_path: Path) -> None:
         root = slides(tmp_path / "cells")
         for pattern, why in [
             ("(", r"group_by: expected a regular expression; got '\('"),
+            (
+                "a|(slide)",
+                r"expected the parentheses of 'a\|\(slide\)' to match in every file; not in a/slide0",
+            ),
             ("patient", "expected 'patient' in the name of every file; not in a/slide0_0.png"),
             (".", "got 1 group, 'a' first|expected enough groups"),
         ]:
@@ -153,6 +170,8 @@ class TestManifest:
         ("lines", "group_by", "why"),
         [
             (("path;label", "1.png;a"), None, "no path: separate columns by commas, not semicolons"),
+            (("path\tlabel", "1.png\ta"), None, "no path: separate columns by commas, not tabs"),
+            (("path,label, label", "1.png,a,b"), None, "expected every column once; got 'label' 2 times"),
             (
                 ("path,label", "", "", "1.png,a", "9.png,b"),
                 None,

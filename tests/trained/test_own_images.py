@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -172,12 +173,10 @@ def test_a_bad_file_costs_one_line(work: Path, tmp_path: Path, capsys: pytest.Ca
         f"selfconv: {deep}: expected uint8 values, as the training images have; got uint16"
     )
     assert run_cli("predict", work / "runs" / "bytes", deep, "--range", "0,4095") == 0
-    for text, why in (
-        ("auto", "expected dtype or LOW,HIGH for image files"),
-        ("x", "expected auto, dtype"),
-    ):
+    for text in ("auto", "x", "5,1"):
         assert run_cli("predict", work / "runs" / "bytes", deep, "--range", text) == 2
-        assert why in capsys.readouterr().err
+        expected = f"selfconv: range: expected dtype, or LOW,HIGH with LOW < HIGH; got {text!r}\n"
+        assert capsys.readouterr().err.endswith(expected)
 
 
 def test_a_name_without_a_file_costs_one_line(
@@ -215,8 +214,8 @@ def test_values_outside_the_training_range_cause_a_warning(
     assert run_cli("predict", run, *files) == 0
     [line] = capsys.readouterr().err.splitlines()
     assert re.fullmatch(
-        rf"selfconv: warning: deep: {tmp_path}/bright/.*\.tif: [89]\d% of the values are above the training "
-        rf"range 0 to 4095; {len(files) - 1} other files have such values too: --range LOW,HIGH gives the .*",
+        rf"selfconv: warning: deep: {tmp_path}/bright/.*\.tif: [89]\d% of the values are above the range "
+        rf"0 to 4095, and are clipped; {len(files) - 1} other files have such values too; --range .*",
         line,
     )
     assert run_cli("predict", run, work / "deep", files[0]) == 0  # one of many
@@ -224,8 +223,32 @@ def test_values_outside_the_training_range_cause_a_warning(
     assert f"deep: {files[0]}: " in line
     assert run_cli("predict", run, *files, "--range", "0,65535") == 0
     assert capsys.readouterr().err == ""
-    with pytest.warns(UserWarning, match=r"bright: [78]\d% of the values are above the training range 0 to"):
-        open_trained(run).open_data(tmp_path / "bright")
+    for pixel_range in (None, "0,4095"):
+        with pytest.warns(UserWarning, match=r"bright: [78]\d% of the values are above the range 0 to 4095"):
+            open_trained(run).open_data(tmp_path / "bright", pixel_range)
+    assert run_cli("predict", run, files[0], "--range", "0,4095") == 0
+    assert "are above the range 0 to 4095, and are clipped" in capsys.readouterr().err
+
+
+def test_data_sets_with_a_name_need_no_range(work: Path) -> None:
+    trained = open_trained(work / "runs" / "deep")
+    with pytest.raises(RunError, match=r"expected images of .*; digits has 10 classes"):
+        trained.open_data("digits")
+
+
+def test_files_of_a_folder_that_cannot_be_read_are_reported(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = next((work / "deep").rglob("*.tif"))
+    shutil.copy(good, tmp_path / "good.tif")
+    (tmp_path / "dead.tif").symlink_to(tmp_path / "nowhere.tif")
+    (tmp_path / "zeros.tif").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "folder.png").mkdir()
+    assert run_cli("predict", work / "runs" / "deep", tmp_path) == 1
+    said = capsys.readouterr()
+    assert "good.tif" in said.out
+    assert sorted(re.findall(r"\w+\.\w+(?=: )", said.err)) == ["dead.tif", "pipe.png", "zeros.tif"]
 
 
 def test_grey_and_colour_are_converted_in_evaluation_as_in_prediction(work: Path, tmp_path: Path) -> None:

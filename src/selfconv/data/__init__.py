@@ -24,7 +24,7 @@ from selfconv.data.images import (
     read_images,
     require_image_readers,
 )
-from selfconv.data.load import load_data
+from selfconv.data.load import NAMES, load_data
 from selfconv.data.pixels import (
     Clipping,
     DataError,
@@ -42,6 +42,7 @@ from selfconv.data.stored import Split, Stack
 __all__ = [
     "IMAGE_FORMATS",
     "MAX_PIXELS",
+    "NAMES",
     "AbsentDataError",
     "Augment",
     "Batches",

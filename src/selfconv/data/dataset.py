@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from selfconv.data.formats import to_numbers
 from selfconv.data.pixels import MAX_CHANNELS, Clipping, DataError, PixelRange, choose_range, fit
 from selfconv.data.splits import Labels, leaks, split_off
 from selfconv.data.stored import Images, Split, Stack
@@ -286,9 +287,18 @@ def _split(part: SourcePart, levels: int) -> Split:
 
 
 def warn_about_data(data: Dataset) -> None:
-    """Warns about identical images in two splits, and about images that use a small part of the range."""
+    """Warns about images in two splits, classes without images, and values that do not fit the range."""
+    data.clipping.warn(data.name, data.pixels)
     for message in leaks({"train": data.train, "val": data.val, "test": data.test}):
         warnings.warn(f"{data.name}: {message}", stacklevel=3)
+    for part, split in (("validation", data.val), ("test", data.test)):
+        absent = np.setdiff1d(np.arange(data.num_classes), split.labels.numpy(force=True))
+        if len(split) and len(absent):
+            warnings.warn(
+                f"{data.name}: no {part} images of {len(absent)} of {data.num_classes} classes (first: "
+                f"{data.class_names[absent[0]]!r}), so the {part} accuracy says nothing about them",
+                stacklevel=3,
+            )
     used = np.flatnonzero(data.counts.sum(0))
     span = int(used[-1] - used[0])
     levels = data.train.levels
@@ -307,6 +317,7 @@ def store_arrays(
     """Arrays of any type of number as the integers of one range, chosen as ``--range`` says."""
     images = {part: given.images for part, given in arrays.items()}
     stacks = {part: x for part, x in images.items() if isinstance(x, np.ndarray) and x.size}
+    stacks = {part: to_numbers(x) if x.dtype == bool else x for part, x in stacks.items()}
     for part, x in stacks.items():
         if x.dtype.kind not in "uif" or (x.dtype.kind == "f" and not np.isfinite(x).all()):
             found = f"{x.dtype} with infinite values or nan" if x.dtype.kind == "f" else x.dtype
@@ -317,9 +328,10 @@ def store_arrays(
 
     pixels = choose_range(text, {x.dtype.name for x in stacks.values()} or {"uint8"}, extent, name)
     if pixels == PixelRange():
-        return dict(arrays), pixels, Clipping()
-    clipping = Clipping.total(pixels.clipping(x) for x in stacks.values())
-    stored = {part: np.rint(pixels.scale(x)).astype(pixels.stored_as) for part, x in stacks.items()}
+        stored, clipping = stacks, Clipping()
+    else:
+        stored = {part: np.rint(pixels.scale(x)).astype(pixels.stored_as) for part, x in stacks.items()}
+        clipping = Clipping.total(pixels.clipping(x) for x in stacks.values())
     changed = {part: replace(given, images=stored.get(part, given.images)) for part, given in arrays.items()}
     return changed, pixels, clipping
 

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from selfconv._files import parse_json, read_as, write_json
 from selfconv._memory import machine_memory
-from selfconv._text import progress
+from selfconv._text import format_bytes, progress
 from selfconv.data.dataset import MAX_PIXELS
 from selfconv.data.images import Header, Item, decode, read_header, read_values
 from selfconv.data.pixels import (
@@ -142,15 +142,21 @@ def decode_all(
             lock = FileLock(folder / ".lock").acquire()
         except OSError as error:
             raise DataError(
-                f"{what}: the images need {layout.nbytes / 1e9:.1f} GB, more than the {limit / 1e9:.1f} GB "
+                f"{what}: the images need {format_bytes(layout.nbytes)}, more than the {format_bytes(limit)} "
                 f"of memory for them, and {folder.parent} cannot be written ({error.strerror}): name another "
                 "folder in $SELFCONV_DATA"
             ) from None
         with lock:
             if not (folder / "done.json").exists():
                 _check_disk_space(what, folder, layout, limit)
-                write_json(folder / "layout.json", asdict(layout))
-                _write_cache(reader, layout, folder)
+                try:
+                    write_json(folder / "layout.json", asdict(layout))
+                    _write_cache(reader, layout, folder)
+                except OSError as error:  # images that cannot be read are no OSError
+                    raise DataError(
+                        f"{folder}: the decoded images of {what} cannot be written ({error.strerror}): name "
+                        "another folder in $SELFCONV_DATA"
+                    ) from error
     return _open_cache(folder, limit)
 
 
@@ -299,8 +305,8 @@ def _check_disk_space(what: str, folder: Path, layout: ArrayLayout, limit: float
     if layout.nbytes > free:
         raise DataError(
             f"{what}: {layout.count} images of {layout.size}×{layout.size} need "
-            f"{layout.nbytes / 1e9:.1f} GB, more than the {limit / 1e9:.1f} GB of memory for images; "
-            f"{folder.parent} has room for {free / 1e9:.1f} GB: "
+            f"{format_bytes(layout.nbytes)}, more than the {format_bytes(limit)} of memory for images; "
+            f"{folder.parent} has room for {format_bytes(free)}: "
             "give a smaller image_size, or a folder on a larger disk in $SELFCONV_DATA"
         )
 

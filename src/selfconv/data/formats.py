@@ -46,7 +46,8 @@ def from_tiff(source: Path | io.BytesIO, max_pixels: int) -> NDArray[Any] | None
     import tifffile
 
     with tifffile.TiffFile(source) as file:
-        page, series = file.pages.first, file.series[0]
+        series = _only_series(file)
+        page = series.keyframe
         lengths = dict(zip(series.axes, series.shape, strict=True))
         check_size(lengths.get("X", 0), lengths.get("Y", 0), max_pixels)
         extra = page.tags.get(_EXTRA_SAMPLES)
@@ -65,10 +66,14 @@ def from_tiff(source: Path | io.BytesIO, max_pixels: int) -> NDArray[Any] | None
         by_pillow = samples == 1 or (samples == 3 and colours)
         if series.dtype in (np.uint8, np.bool_) and len(file.pages) == 1 and by_pillow and not turned:
             return None
-        if page.photometric in (tifffile.PHOTOMETRIC.PALETTE, tifffile.PHOTOMETRIC.SEPARATED) and (
-            series.dtype.itemsize == 1 and not (turned and page.colormap is not None)
-        ):
-            return None
+        first = page.index == file.pages.first.index  # the page that Pillow reads
+        inks = page.photometric == tifffile.PHOTOMETRIC.SEPARATED
+        coloured = page.photometric == tifffile.PHOTOMETRIC.PALETTE and page.colormap is not None
+        if series.dtype.itemsize == 1 and (inks or page.photometric == tifffile.PHOTOMETRIC.PALETTE):
+            if first and not (turned and coloured):
+                return None
+            if inks:
+                raise UnreadableError("expected an image in inks (CMYK) on the first page")
         channels = {axis: n for axis, n in lengths.items() if axis not in "YX" and n > 1}
         if not {"Y", "X"} <= {*lengths} or len(channels) > 1 or not {*channels} <= {*"CSQI"}:
             described = ", ".join(f"{axis} {n}" for axis, n in lengths.items())
@@ -80,7 +85,7 @@ def from_tiff(source: Path | io.BytesIO, max_pixels: int) -> NDArray[Any] | None
         values = series.asarray()
         if page.photometric == tifffile.PHOTOMETRIC.MINISWHITE and values.dtype.kind in "ub":
             values = ~values
-        palette = page.colormap if series.dtype == np.uint8 and samples == 1 and turned else None
+        palette = page.colormap if coloured and series.dtype == np.uint8 and samples == 1 else None
     keep = tuple(i for i, axis in enumerate(series.axes) if axis in "YX" or axis in channels)
     axes = "".join(series.axes[i] for i in keep)
     values = values.reshape([values.shape[i] for i in keep])
@@ -91,6 +96,16 @@ def from_tiff(source: Path | io.BytesIO, max_pixels: int) -> NDArray[Any] | None
     if alpha in _ALPHA and values.shape[2] > 1:
         values = _on_white(values, premultiplied=alpha == _PREMULTIPLIED)
     return to_numbers(_UPRIGHT.get(1 if orientation is None else orientation.value, lambda x: x)(values))
+
+
+def _only_series(file: Any) -> Any:
+    """The pages of a TIFF file that are one image, without smaller copies of it and masks."""
+    whole = [series for series in file.series if not (series.keyframe.is_reduced or series.keyframe.is_mask)]
+    found = whole or file.series
+    if len(found) != 1:
+        described = ", ".join(f"{'×'.join(map(str, series.shape))} {series.dtype}" for series in found[:3])
+        raise UnreadableError(f"expected one image, with its channels; got {len(found)} ({described})")
+    return found[0]
 
 
 def from_deep_png(source: Path | io.BytesIO, orientation: int) -> NDArray[Any]:
@@ -104,19 +119,27 @@ def from_deep_png(source: Path | io.BytesIO, orientation: int) -> NDArray[Any]:
     return to_numbers(_UPRIGHT.get(orientation, lambda x: x)(values))
 
 
-def from_deep_ppm(source: Path | io.BytesIO) -> NDArray[Any] | None:
-    """A PPM of more than 8 bits, of which Pillow keeps 8, scaled to 0..65535 as its PGM are; else None."""
+def from_pnm(source: Path | io.BytesIO) -> NDArray[Any] | None:
+    """The values of a PGM or PPM as they are written; None if 255 is white: Pillow scales all others."""
     content = source.read_bytes() if isinstance(source, Path) else source.getvalue()
-    header = re.match(rb"(P[36])" + 3 * rb"(?:\s|#[^\n]*\n)+(\d{1,9})" + rb"(?:#[^\n]*)?\s", content)
+    header = re.match(rb"P([2356])" + 3 * rb"(?:\s|#[^\n]*\n)+(\d{1,9})" + rb"(?:#[^\n]*)?\s", content)
     if header is None:
         raise UnreadableError(DAMAGED)
-    width, height, most = map(int, header.groups()[1:])
-    if most <= 255:
+    kind, width, height, white = map(int, header.groups())
+    if white == 255:
         return None
-    if header[1] == b"P3" or most > 65535:
-        raise UnreadableError("expected a binary PPM (P6) of at most 16 bits; got ASCII (P3) or more bits")
-    values = np.frombuffer(content, ">u2", 3 * width * height, header.end()).reshape(height, width, 3)
-    return np.rint(np.minimum(values, most) * (65535 / most)).astype(np.uint16)
+    if not 1 <= white <= 65535:
+        raise UnreadableError(f"expected values of at most 65535; got {white}")
+    channels = 1 if kind in (2, 5) else 3
+    number, dtype = width * height * channels, np.uint8 if white < 256 else np.uint16
+    if kind in (2, 3):  # in digits
+        digits = re.sub(rb"#[^\n]*", b"", content[header.end() :]).split()
+        values = np.array(digits[:number], np.uint32)
+    else:
+        values = np.frombuffer(content, np.dtype(dtype).newbyteorder(">"), number, header.end())
+    if values.size < number or values.max() > white:
+        raise UnreadableError(DAMAGED)
+    return values.astype(dtype).reshape(height, width, channels)
 
 
 def _on_white(values: NDArray[Any], *, premultiplied: bool = False) -> NDArray[Any]:

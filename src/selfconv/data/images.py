@@ -28,7 +28,7 @@ from selfconv.data.formats import (
     ORIENTATION,
     check_size,
     from_deep_png,
-    from_deep_ppm,
+    from_pnm,
     from_tiff,
     millions,
     to_numbers,
@@ -185,6 +185,8 @@ def decode(
             return values
         if tally is not None:
             tally(pixels.clipping(values))
+        if channels != 1 and image.mode in _GREY_MODES:
+            values = values[..., :1]
         return pixels.store(in_channels(values, channels), size)
 
 
@@ -210,9 +212,12 @@ def read_values(item: Item) -> NDArray[Any]:
 
 
 def is_image_name(path: Path) -> bool:
-    """Whether a file has the suffix of an image, or none and the content of a common format."""
-    if path.suffix.lower() in IMAGE_SUFFIXES or path.suffix or not path.is_file():
-        return path.suffix.lower() in IMAGE_SUFFIXES and path.is_file()
+    """Whether a path, not of a folder, has an image's suffix, or none and the content of a common format.
+
+    Dead links and devices with such names count: whoever reads them is told.
+    """
+    if path.suffix or not path.is_file():
+        return path.suffix.lower() in IMAGE_SUFFIXES and not path.is_dir()
     try:
         with open(path, "rb") as file:
             return _BEGINNINGS.match(file.read(12)) is not None
@@ -268,12 +273,10 @@ def _open(item: Item, max_pixels: int) -> Iterator[Image | NDArray[Any]]:
             check_size(image.width, image.height, max_pixels)
             if head[:4] == b"\x89PNG" and head[24:25] == b"\x10":
                 yield from_deep_png(source, image.getexif().get(ORIENTATION, 1))
-            elif image.mode == "I":  # a PGM of 16 bits, which Pillow scales to 0..65535
-                yield np.asarray(image).astype(np.uint16)[..., None]
             elif image.mode == "F":  # a PFM
                 yield np.array(image)[..., None]
-            elif head[:2] in (b"P3", b"P6") and (deep := from_deep_ppm(source)) is not None:
-                yield deep
+            elif head[:2] in (b"P2", b"P3", b"P5", b"P6") and (values := from_pnm(source)) is not None:
+                yield values
             else:
                 yield image
 

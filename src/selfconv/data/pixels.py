@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
@@ -15,8 +16,9 @@ from selfconv._text import escape_for_terminal
 
 MAX_CHANNELS = 16
 CLIPPED_SHARE = 0.001  # warn if more than this fraction of the values is outside the range
+LARGEST = 2**64  # value in a file
 DEEPEST = 65535  # the largest stored value; images are kept in 16 bits at most
-RANGE_HELP = "auto, dtype, or LOW,HIGH with LOW < HIGH"
+LIMITS = "dtype, or LOW,HIGH with LOW < HIGH"
 LUMA = (0.299, 0.587, 0.114)  # of red, green and blue in grey, as Pillow weights them
 
 
@@ -64,6 +66,19 @@ class Clipping:
         more = "".join(f", {share} {where}" for share, (where, _) in zip(rest, told[1:], strict=True))
         return f"{first} of the values are {told[0][0]}{more}"
 
+    def warn(self, what: str, pixels: PixelRange, others: str = "") -> None:
+        """Warns if more than a few values are outside the range.
+
+        Args:
+            others: about other files, after the sentence.
+        """
+        if (outside := self.describe()) is not None:
+            warnings.warn(
+                f"{what}: {outside} the range {pixels}, and are clipped{others}; --range LOW,HIGH sets "
+                "another",
+                stacklevel=4,
+            )
+
 
 @dataclass(frozen=True)
 class PixelRange:
@@ -86,8 +101,10 @@ class PixelRange:
     def __post_init__(self) -> None:
         for name in ("low", "high"):  # 255 and 255.0 are one range, with one digest
             object.__setattr__(self, name, float(getattr(self, name)))
-        if not self.low < self.high or max(abs(self.low), abs(self.high)) > 2**64:
-            raise ValueError(f"range: expected numbers LOW < HIGH; got {self.low}, {self.high}")
+        if not self.low < self.high or max(abs(self.low), abs(self.high)) > LARGEST:
+            raise DataError(
+                f"range: expected LOW < HIGH, both of at most {LARGEST:.2g}; got {self.low:g}, {self.high:g}"
+            )
 
     @property
     def levels(self) -> int:
@@ -120,9 +137,10 @@ class PixelRange:
 
     def clipping(self, values: NDArray) -> Clipping:
         """How many values ``scale`` clips."""
-        if self.by_type:
-            return Clipping(values.size)  # of integers none; floating point is 0 to 1 by definition
-        return Clipping(values.size, int((values < self.low).sum()), int((values > self.high).sum()))
+        if self.by_type and values.dtype.kind != "f":
+            return Clipping(values.size)
+        low, high = type_range(values.dtype) if self.by_type else (self.low, self.high)
+        return Clipping(values.size, int((values < low).sum()), int((values > high).sum()))
 
     def store(self, values: NDArray, size: int) -> NDArray:
         """Values ``[H, W, C]`` as integers ``[size, size, C]``: shorter side resized, centre cut out."""
@@ -136,7 +154,7 @@ class PixelRange:
     def describe(self) -> str:
         """The range and the type of the values: ``values 0 to 4095 (uint16)``."""
         kind = "several types" if self.dtype is None else self.dtype
-        return f"values in {self} ({kind})" if self.by_type else f"values {self} ({kind})"
+        return f"values in the range {self} ({kind})" if self.by_type else f"values {self} ({kind})"
 
     def __str__(self) -> str:
         if self.by_type:
@@ -163,15 +181,17 @@ def type_range(dtype: DTypeLike) -> tuple[float, float]:
     return float(np.iinfo(found).min), float(np.iinfo(found).max)
 
 
-def parse_range(text: str) -> tuple[float, float] | None:
-    """LOW and HIGH; None for ``auto`` and ``dtype``. Raises DataError for anything else."""
-    if text in ("auto", "dtype"):
+def parse_range(text: str, *, auto: bool = True) -> tuple[float, float] | None:
+    """LOW and HIGH; None for ``auto``, if it may be given, and ``dtype``. Raises DataError otherwise."""
+    if text == "dtype" or (auto and text == "auto"):
         return None
     try:
         low, high = map(float, text.split(","))
         PixelRange(None, low, high)
-    except ValueError:
-        raise DataError(f"range: expected {RANGE_HELP}; got {text!r}") from None
+    except ValueError as error:
+        expected = f"auto, {LIMITS}" if auto else LIMITS
+        text = repr(text) + (f" ({error})" if isinstance(error, DataError) and low < high else "")
+        raise DataError(f"range: expected {expected}; got {text}") from None
     return low, high
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -58,8 +57,6 @@ def train(
     accelerator = make_accelerator(config.hardware)
     config = broadcast_object(config)
     data = open_data(config, folder=Path(out) if resume else None)
-    if accelerator.is_main_process and (outside := data.clipping.describe()) is not None:
-        warnings.warn(f"{data.name}: {outside} the range {data.pixels}, and are clipped", stacklevel=2)
     trainer = Trainer(config, data, accelerator)
     total = config.recipe.epochs * len(trainer.batches)
     visible = accelerator.is_main_process and not quiet

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from selfconv._files import describe_folder, file_sha256, read_as
 from selfconv._memory import machine_memory
+from selfconv._text import format_bytes
 from selfconv.data import (
+    NAMES,
     AbsentDataError,
-    Clipping,
     DataInfo,
     Dataset,
     GroupError,
@@ -112,7 +113,8 @@ class TrainedModel:
                 )
             return data
         own = pixel_range is None
-        pixel_range = _range_option(self.data.pixels) if pixel_range is None else pixel_range
+        if pixel_range is None:  # data sets with a name have bytes, and no option for their range
+            pixel_range = "auto" if source in NAMES else _range_option(self.data.pixels)
         config = self.config.replaced(
             "data",
             source=os.fspath(source),
@@ -136,8 +138,6 @@ class TrainedModel:
                 f"{self.name}: expected {self.data.pixels.dtype} values, as the training images have; "
                 f"{os.fspath(source)} has {data.pixels.dtype}: give their range with --range"
             )
-        if own:
-            warn_of_clipping(data.name, data.clipping, self.data.pixels)
         return data
 
     def test_images(self, data: Dataset) -> Split:
@@ -320,18 +320,8 @@ def _check_images(model: ResNet, info: DataInfo, folder: Path) -> None:
     needed, memory = MAPS_AT_A_TIME * largest, machine_memory()
     if needed > memory:
         raise RunError(
-            f"{folder}: images of {info.size}×{info.size} need about {needed / 1e9:.1f} GB of memory; "
-            f"this machine has {memory / 1e9:.1f} GB"
-        )
-
-
-def warn_of_clipping(what: str, clipping: Clipping, pixels: PixelRange, others: str = "") -> None:
-    """Warns if files have more than a few values outside the range of the training images."""
-    if (outside := clipping.describe()) is not None:
-        warnings.warn(
-            f"{what}: {outside} the training range {pixels}{others}: --range LOW,HIGH gives the range of "
-            "these files",
-            stacklevel=3,
+            f"{folder}: images of {info.size}×{info.size} need about {format_bytes(needed)} of memory; "
+            f"this machine has {format_bytes(memory)}"
         )
 
 

@@ -22,7 +22,7 @@ from selfconv.data import (
     read_images,
     require_image_readers,
 )
-from selfconv.trained.model import TrainedModel, warn_of_clipping
+from selfconv.trained.model import TrainedModel
 from selfconv.trained.outputs import logits
 
 FILES, PIXELS = 128, 2**24  # limits of a batch, after which its predictions are yielded
@@ -150,10 +150,10 @@ def predict_each(
                     yield prediction
             if watch is not None:
                 watch(start + len(chunk), len(files))
-    if pixel_range is None and clipped:
+    if clipped:
         worst = max(clipped, key=lambda file: clipped[file].share)
         others = f"; {len(clipped) - 1} other files have such values too" if len(clipped) > 1 else ""
-        warn_of_clipping(f"{trained.name}: {worst}", clipped[worst], pixels, others)
+        clipped[worst].warn(f"{trained.name}: {worst}", pixels, others)
 
 
 def _probabilities(trained: TrainedModel, images: Tensor, pixels: PixelRange) -> list[list[float]]:
@@ -163,9 +163,5 @@ def _probabilities(trained: TrainedModel, images: Tensor, pixels: PixelRange) ->
 
 def given_range(text: str) -> PixelRange:
     """The option ``--range`` of commands that read image files: ``LOW,HIGH`` or ``dtype``."""
-    limits = parse_range(text)
-    if limits is not None:
-        return PixelRange(None, *limits)
-    if text == "dtype":
-        return PixelRange(None, 0, 65535, by_type=True)
-    raise DataError(f"range: expected dtype or LOW,HIGH for image files; got {text!r}")
+    limits = parse_range(text, auto=False)
+    return PixelRange(None, 0, 65535, by_type=True) if limits is None else PixelRange(None, *limits)

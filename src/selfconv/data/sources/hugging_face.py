@@ -24,7 +24,30 @@ def list_parquet(path: Path, group_by: str | None) -> Listing:
         stem = file.stem.lower()
         part = next((part for name, part in PARTS.items() if stem.startswith(name)), "train")
         files.setdefault(part if path.is_dir() else "train", []).append(str(file))
+    _check_class_names(str(path), [Path(name) for names in files.values() for name in names])
     return _list(str(path), path.stem, {"path": "parquet", "data_files": files}, group_by)
+
+
+def _check_class_names(what: str, files: list[Path]) -> None:
+    """Raises DataError if two files have other names for the numbers in a column of labels."""
+    require("Parquet files and Hugging Face data sets", "datasets")
+    import datasets
+    import pyarrow.parquet
+
+    first: dict[str, tuple[Path, list[str]]] = {}
+    for file in files:
+        try:
+            features = datasets.Features.from_arrow_schema(pyarrow.parquet.read_schema(file))
+        except Exception:  # damaged: the whole cannot be loaded, which is reported then
+            continue
+        for column, kind in features.items():
+            if isinstance(kind, datasets.ClassLabel):
+                other, names = first.setdefault(column, (file, kind.names))
+                if names != kind.names:
+                    raise DataError(
+                        f"{what}: expected the same class names in every file; {other.name} has "
+                        f"{', '.join(names)} and {file.name} {', '.join(kind.names)}, in this order"
+                    )
 
 
 def list_hub(source: str, group_by: str | None) -> Listing:
@@ -41,6 +64,7 @@ def _list(what: str, name: str, options: dict[str, Any], group_by: str | None) -
     import datasets
 
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # our errors report what is wrong
     try:
         found = datasets.load_dataset(**options)
     except Exception as error:  # its own and those of the network, of pyarrow and of files
@@ -56,7 +80,7 @@ def _list(what: str, name: str, options: dict[str, Any], group_by: str | None) -
         raise GroupError(
             f"{what}: group_by: expected one of the columns {', '.join(features)}; got {group_by!r}"
         )
-    names, listed = _classes(parts["train"], label), {}
+    names, listed = _classes(what, parts["train"], label), {}
     for part, rows in parts.items():
         pictures = rows.select_columns([image]).cast_column(image, datasets.Image(decode=False))
         items = [Item(f"{part}[{i}]", partial(_content, pictures, image, i)) for i in range(len(rows))]
@@ -90,11 +114,16 @@ def _column(what: str, features: Any, usual: str, fits: Callable[[Any], bool]) -
     raise DataError(f"{what}: expected a column {usual!r}; got {known}")
 
 
-def _classes(rows: Any, label: str) -> list[Any]:
+def _classes(what: str, rows: Any, label: str) -> list[Any]:
     names = getattr(rows.features[label], "names", None)
     if names is not None:
         return list(names)
-    return sorted({*rows[label]})
+    values = rows[label]
+    for row, value in enumerate(values):
+        if not isinstance(value, str | int | float) or type(value) is not type(values[0]):
+            kinds = "a text or a number, of one type,"
+            raise DataError(f"{what}: expected {kinds} in column {label!r}; got {value!r} in train[{row}]")
+    return sorted({*values})
 
 
 def _label(what: str, names: list[Any], value: Any) -> int:

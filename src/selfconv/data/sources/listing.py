@@ -117,7 +117,11 @@ def _matcher(pattern: str, columns: Sequence[str] = ()) -> Callable[[str], str]:
             raise GroupError(
                 f"group_by: expected {pattern!r} in the name of every file{known}; not in {name}"
             )
-        return match[1] if compiled.groups and match[1] is not None else match[0]
+        if compiled.groups and match[1] is None:
+            raise GroupError(
+                f"group_by: expected the parentheses of {pattern!r} to match in every file; not in {name}"
+            )
+        return match[1] if compiled.groups else match[0]
 
     return find
 
@@ -230,7 +234,10 @@ def list_manifest(path: Path, group_by: str | None) -> Listing:
     columns = [*numbered[0][1]]
     if missing := [column for column in ("path", "label") if column not in columns]:
         found = ", ".join(columns)
-        hint = ": separate columns by commas, not semicolons" if ";" in found else ""
+        separators = {";": "semicolons", "\t": "tabs"}
+        used = next((name for mark, name in separators.items() if mark in found), None)
+        hint = f": separate columns by commas, not {used}" if used else ""
+        found = found.expandtabs(1)
         raise DataError(
             f"{path}: expected columns path, label and perhaps split, group; got {found}, no "
             f"{missing[0]}{hint}"
@@ -298,9 +305,12 @@ def _rows(path: Path) -> list[tuple[int, dict[str, str]]]:
         check_file(path, MANIFEST_BYTES)
         with open(path, newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, restkey="more", restval="", strict=True, skipinitialspace=True)
+            columns = [column.strip() for column in reader.fieldnames or ()]
             rows = [(reader.line_num, row) for row in reader]
     except (ValueError, csv.Error) as error:
         raise DataError(f"{path}: expected a CSV file in UTF-8 ({error})") from None
+    if twice := [column for column in columns if columns.count(column) > 1]:
+        raise DataError(f"{path}: expected every column once; got {twice[0]!r} {len(twice)} times")
     if not rows:
         raise DataError(f"{path}: expected a line of column names and a line for each image; got none")
     if long := [number for number, row in rows if "more" in row]:

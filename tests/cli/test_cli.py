@@ -265,8 +265,8 @@ def test_train_on_bad_input(
     small_npz(Path("one.npz"), y_train=np.zeros(8, int), y_test=np.zeros(4, int))
     small_npz(Path("labels.npz"), y_test=np.array([0, 1, 9, 0]))
     small_npz(Path("lengths.npz"), y_train=np.arange(5) % 2)
-    noise = np.random.default_rng(0).integers(0, 256, (12, 2, 2), np.uint8)
-    small_npz(Path("tiny.npz"), x_train=noise[:8], x_test=noise[8:])
+    noise = np.random.default_rng(0).integers(0, 256, (44, 2, 2), np.uint8)
+    small_npz(Path("tiny.npz"), x_train=noise[:40], y_train=np.arange(40) % 2, x_test=noise[40:])
     Path("cut.npz").write_bytes(small_npz(Path("whole.npz")).read_bytes()[:300])
     Path("bad.json").write_text("{")
     Path("other.json").write_text('{"epochs": 3}')
@@ -320,6 +320,7 @@ def test_an_output_folder_that_holds_other_things(data: Path, run: Path, tmp_pat
         (["evaluate", "broken.png"], "; got a file"),
         (["evaluate"], "Missing"),
         (["evaluate", "RUN", "--jsn"], "Unrecognized options: --jsn"),
+        (["train", "--lr-range", "--resume"], "expected --lr-range or --resume; got both"),
         (["predict", "RUN", "nowhere.png"], "nowhere.png: expected an image"),
         (["predict", "RUN", "no*.png"], "no*.png: expected an image"),
         (["predict", "RUN", "empty"], "a folder of images or a wildcard; got no images"),

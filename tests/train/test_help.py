@@ -110,8 +110,13 @@ def test_validation_images_are_needed(data: Path, tmp_path: Path) -> None:
     choices: list[dict[str, Any]] = [{"keep": "best"}, {"patience": 2}]
     for options in choices:
         config = tiny_config(data, **options).replaced("data", validation=0.0)
-        with pytest.raises(ValueError, match="keep='best' and patience need validation images; got none"):
+        with pytest.raises(ValueError, match="keep best and patience: expected validation images; got none"):
             train(config, tmp_path / "run", quiet=True)
+    with pytest.raises(
+        ValueError, match="colour: expected images with channels to change; got grey ones, tiny"
+    ):
+        train(tiny_config(data, colour=0.5), tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match="patience: expected an integer ≥ 1; got 0"):
         Recipe(patience=0)
     with pytest.raises(ValueError, match="erase: expected a number from 0 to 1; got 2"):

@@ -76,6 +76,10 @@ def train_command(args: Sequence[str]) -> Callable[..., None]:
 
         run = RunConfig(model=model, data=data, recipe=training, hardware=hardware, seed=seed)
         folder = out if out is not None else _default_out(run)
+        if lr_range and resume:
+            raise ValueError(
+                "expected --lr-range or --resume; got both: a test of rates has nothing to continue"
+            )
         if not lr_range:
             train_run(run, folder, resume=resume)
             return

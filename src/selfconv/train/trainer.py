@@ -93,7 +93,9 @@ class Trainer:
         self.loss = make_loss(recipe, data).to(accelerator.device)
         self.best_weights: dict[str, Tensor] = {}
         if (recipe.keep == "best" or recipe.patience is not None) and not len(data.val):
-            raise ValueError("keep='best' and patience need validation images; got none")
+            raise ValueError("keep best and patience: expected validation images; got none")
+        if recipe.colour and data.in_channels == 1:
+            raise ValueError(f"colour: expected images with channels to change; got grey ones, {data.name}")
 
     def _batches(self, data: Dataset, part: str, size: int, **options: Any) -> Batches:
         world = self.accelerator.num_processes

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -37,7 +39,7 @@ from selfconv.nn import (
     Upsample2d,
     set_backend,
 )
-from selfconv.ops import reference
+from selfconv.ops import affine_self_conv, reference
 from selfconv.testing import assert_equivariant, centre_error, shift_error
 
 C2 = Group("c2", (IDENTITY, ((-1, 0), (0, -1))))
@@ -636,6 +638,58 @@ def test_bad_arguments_are_restated(make: Callable[[], nn.Module], message: str)
     with pytest.raises(ValueError) as caught:
         make()
     assert message in str(caught.value)
+
+
+ATTENTION_LAYERS = [AffineSelfConv2d, LiftingSelfConv2d, SimpleAffineSelfConv2d, StandAloneSelfAttention2d]
+
+
+@pytest.mark.parametrize("kind", ATTENTION_LAYERS)
+def test_a_scale_cannot_be_trained(kind: Any) -> None:
+    """The kernels take a number: a parameter would get no gradient, and nobody would be told."""
+    said = f"{kind.__name__}: scale: expected a number, which is not trained; got a tensor of shape"
+    for scale in (nn.Parameter(torch.tensor(1.0)), torch.tensor(1.0), torch.ones(2)):
+        with pytest.raises(ValueError, match=said):
+            kind(4, 4, 3, num_heads=2, scale=scale)
+        layer = kind(4, 4, 3, num_heads=2)
+        with pytest.raises(ValueError, match=said):
+            layer.scale = scale
+        assert layer.scale == 0.25
+        assert "scale" not in layer.state_dict()
+    layer.scale = np.float32(0.5)
+    assert type(layer.scale) is float
+
+
+def test_a_compiled_call_refuses_a_scale_to_train() -> None:
+    x = torch.randn(1, 2, 4, 4)
+
+    def call(scale: Any) -> Tensor:
+        return affine_self_conv(x, x, x, None, None, None, None, num_heads=1, kernel_size=3, scale=scale)
+
+    with pytest.raises(Exception, match="scale: expected a number"):
+        torch.compile(call, backend="eager")(torch.tensor(1.0, requires_grad=True))
+
+
+NUMBERS: dict[str, Callable[[Any], Any]] = {
+    "AffineSelfConv2d: dropout": lambda n: AffineSelfConv2d(4, 4, num_heads=2, dropout=n).dropout,
+    "GroupDropout: p": lambda n: GroupDropout(n).p,
+    "GroupBatchNorm: eps": lambda n: GroupBatchNorm(4, n).eps,
+    "GroupBatchNorm: momentum": lambda n: GroupBatchNorm(4, momentum=n).momentum,
+    "GroupLayerNorm: eps": lambda n: GroupLayerNorm(4, n).eps,
+    "AffineSelfConv2d: affine_std": lambda n: AffineSelfConv2d(4, 4, num_heads=2).reset_parameters(n),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_are_neither_tensors_nor_switches(name: str) -> None:
+    for value in (torch.tensor(0.1), nn.Parameter(torch.tensor(0.1)), True, "1", -1.0, math.nan):
+        with pytest.raises(ValueError, match=f"^{name}: expected a"):
+            NUMBERS[name](value)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_of_numpy_are_numbers(name: str) -> None:
+    found = NUMBERS[name](np.float32(0.5))
+    assert found is None or (type(found), found) == (float, 0.5)
 
 
 @every_layer

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from selfconv._arguments import is_whole
 from selfconv.groups import Group, own_group
 from selfconv.nn._layout import (
     channels_innermost,
@@ -18,7 +19,6 @@ from selfconv.nn._layout import (
     is_sequence,
     on_folded,
 )
-from selfconv.ops import is_whole
 
 Mode = Literal["mean", "max"]
 

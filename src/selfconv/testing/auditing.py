@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from selfconv._arguments import is_whole
 from selfconv.groups import Z2, Group, get_group
-from selfconv.ops import is_whole
 from selfconv.testing.checks import (
     check_between,
     check_inputs,

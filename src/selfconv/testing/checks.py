@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from selfconv._arguments import is_whole
 from selfconv.groups import Group
-from selfconv.ops import is_whole
 from selfconv.testing.kinds import Kind, as_tuple, default_kind
 from selfconv.testing.leaves import outputs_of, same
 

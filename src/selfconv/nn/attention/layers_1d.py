@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
+from selfconv._arguments import is_whole
 from selfconv.groups import get_group
 from selfconv.nn.attention.layers import AffineSelfConv2d
-from selfconv.ops import Pair, is_whole
+from selfconv.ops import Pair
 
 
 class AffineSelfConv1d(AffineSelfConv2d):

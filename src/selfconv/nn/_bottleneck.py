@@ -104,7 +104,7 @@ class Bottleneck(nn.Module):
         y = F.relu(self.reduce(x))
         y = F.relu(self.spatial(y))
         y, shortcut = self.se(self.expand(y)), self.shortcut(x)
-        if not torch.compiler.is_compiling() and y.shape != shortcut.shape:
+        if not torch.compiler.is_exporting() and y.shape != shortcut.shape:  # whose sizes may be symbols
             raise ValueError(
                 f"Bottleneck expects a spatial layer with an output of {list(shortcut.shape[-2:])} cells, as "
                 f"stride={self.stride} of the shortcut gives; got {list(y.shape[-2:])}"

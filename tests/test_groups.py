@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 import torch
+from helpers import ROOT
 from helpers.cases import D3, TILTED
 from torch import Tensor
 
@@ -203,3 +204,11 @@ def test_bad_arguments_are_named() -> None:
     for bad in (lambda: GROUPS["c8"].steer(torch.zeros(8, 4, 4)), lambda: GROUPS["c8"].parameter_shape(4)):
         with pytest.raises(ValueError, match=r"'c8' turns .*: expected a window of odd size; got 4×4"):
             bad()
+
+
+def test_ring_0_of_the_basis_has_one_function_as_the_documentation_says() -> None:
+    basis = GROUPS["c8"].basis(5)
+    assert basis is not None
+    at_the_centre = [f for f, value in enumerate(basis[:, 2, 2]) if value]
+    assert at_the_centre == [0, 1, 6]  # m = 0 on the rings 0, 1 and 2, which have 1, 5 and 7 functions
+    assert "m = 0 alone on ring 0" in (ROOT / "docs" / "angles.md").read_text("utf-8")

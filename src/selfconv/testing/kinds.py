@@ -73,9 +73,9 @@ def transform(x: Tensor, s: int, group: str | Group, kind: Kind | None = None) -
             ``"attention sequence"``: ``[N, heads, |H|, k, L]``, on groups that map rows to rows; L is a row.
             ``FeaturesOn(larger)``: features on a larger group, under the elements of ``group``.
 
-    By default tensors of rank 4 are planar, of rank 5 on the group, of rank 6 and 7 attention weights, and
-    all others invariant. Elements that do not map the grid to itself interpolate features; of integers and
-    booleans, such as labels, they take the nearest.
+    By default tensors of rank 4 are planar, of rank 5 on the group, of rank 7 (on z2 6) attention
+    weights, and all others invariant. Elements that do not map the grid to itself interpolate features; of
+    integers and booleans, such as labels, they take the nearest.
     """
     group = get_group(group)
     if s not in group:

@@ -154,17 +154,23 @@ def in_memory_of(like: Tensor, y: Tensor) -> Tensor:
     return folded.unflatten(1, (y.shape[2], y.shape[1])).transpose(1, 2)
 
 
-def check_poolable(x: Tensor, size: int | Pair) -> None:
+def check_poolable(x: Tensor, size: int | Pair, module: str) -> None:
     rows, columns = size if isinstance(size, tuple) else (size, size)
     if x.shape[-2] < rows or x.shape[-1] < columns:
-        raise ValueError(f"expected maps of {rows}×{columns} or more, to pool; got shape {list(x.shape)}")
+        raise ValueError(
+            f"{module}: expected maps of {rows}×{columns} or more, to pool; got shape {list(x.shape)}"
+        )
 
 
-def avg_pool(x: Tensor, size: int | Pair) -> Tensor:
-    """Mean over size×size cells: the downsampling that keeps quarter turns and flips exact."""
+def avg_pool(x: Tensor, size: int | Pair, module: str) -> Tensor:
+    """Mean over size×size cells: the downsampling that keeps quarter turns and flips exact.
+
+    Args:
+        module: the name of the layer, for errors.
+    """
     if size in (1, (1, 1)):
         return x
-    check_poolable(x, size)
+    check_poolable(x, size, module)
     return on_folded(lambda maps: F.avg_pool2d(maps, size), x)
 
 

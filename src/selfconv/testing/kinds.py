@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from selfconv._arguments import is_whole
 from selfconv.groups import Group, Matrix, get_group
 
 Name = Literal[
@@ -78,7 +79,7 @@ def transform(x: Tensor, s: int, group: str | Group, kind: Kind | None = None) -
     integers and booleans, such as labels, they take the nearest.
     """
     group = get_group(group)
-    if s not in group:
+    if not is_whole(s) or s not in group:
         raise ValueError(f"s: expected an element of {group.name!r}, 0 to {len(group) - 1}; got {s!r}")
     if isinstance(kind, FeaturesOn):
         return transform(x, kind.element(s, group), kind.group, kind.kind)

@@ -256,7 +256,8 @@ class LocalAttention2d(nn.Module):
 
     def output_map(self, values: Tensor) -> Tensor:
         """W^O ⋆ values after averaging stride×stride cells: the two commute, and this order is cheaper."""
-        return group_conv(avg_pool(values, self.cells), self.steered_output(), self.b_out, self.group)
+        pooled = avg_pool(values, self.cells, type(self).__name__)
+        return group_conv(pooled, self.steered_output(), self.b_out, self.group)
 
     def steered_output(self) -> Tensor:
         """W^O transformed by every element P of the group: [out, out, P, R, 1, 1]."""
@@ -309,8 +310,9 @@ def fold_query_map(
 
 
 def relative_entropy(alpha: Tensor, dim: int) -> Tensor:
-    """−Σ α log α over the largest it can be: 1 if all weights are equal, 0 if there is but one."""
-    return torch.special.entr(alpha).sum(dim) / max(math.log(alpha.shape[dim]), 1.0)
+    """−Σ α log α over log n, the largest it can be: 1 if all n weights are equal, 0 if one alone is not 0, as
+    in a window of one."""
+    return torch.special.entr(alpha).sum(dim) / (math.log(alpha.shape[dim]) or 1.0)
 
 
 def set_backend(module: nn.Module, backend: str | None) -> nn.Module:

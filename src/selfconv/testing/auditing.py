@@ -295,6 +295,7 @@ def audit(
             f"the model cannot be audited, in float64, on inputs of shape {_listed(given_as)}: "
             + first_line(refusal)
             + (f"; sizes that it takes: {_listed(sizes)}" if sizes else "")
+            + ("" if sizes or in_channels else f"; in_channels= says how many it takes, by default {given}")
         ) from refusal
     check_output(judgeable(recorded[1]))
     options = group, tolerance, of_input, outputs

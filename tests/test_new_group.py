@@ -145,7 +145,7 @@ def test_an_object_needs_no_registration(group: Group, tmp_path: Path) -> None:
     with torch.no_grad():  # the graph of the backward pass takes as long to trace as all else together
         for name, form in forms.items():
             assert (form(x) - expected).abs().max() < 1e-5, name
-    convolutions = create_model("resnet29", **small, group=group)
+    convolutions = create_model("resnet29", **tiny_options("resnet29", downsample="pool", group=group))
     convert(convolutions, num_heads=2)
     assert audit(convolutions, 8).passed
 

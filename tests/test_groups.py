@@ -7,10 +7,12 @@ from itertools import product
 
 import pytest
 import torch
+from helpers import ROOT
 from helpers.cases import D3, TILTED
 from torch import Tensor
 
-from selfconv.groups import GROUPS, IDENTITY, QUARTER_TURN, Group, cyclic, get_group
+from selfconv.groups import GROUPS, IDENTITY, QUARTER_TURN, Group, cyclic, dihedral, get_group
+from selfconv.testing import transform
 
 HALF_TURN = ((-1, 0), (0, -1))
 C2 = Group("c2", (IDENTITY, HALF_TURN))
@@ -203,3 +205,25 @@ def test_bad_arguments_are_named() -> None:
     for bad in (lambda: GROUPS["c8"].steer(torch.zeros(8, 4, 4)), lambda: GROUPS["c8"].parameter_shape(4)):
         with pytest.raises(ValueError, match=r"'c8' turns .*: expected a window of odd size; got 4×4"):
             bad()
+
+
+def test_ring_0_of_the_basis_has_one_function_as_the_documentation_says() -> None:
+    basis = GROUPS["c8"].basis(5)
+    assert basis is not None
+    at_the_centre = [f for f, value in enumerate(basis[:, 2, 2]) if value]
+    assert at_the_centre == [0, 1, 6]  # m = 0 on the rings 0, 1 and 2, which have 1, 5 and 7 functions
+    assert "m = 0 alone on ring 0" in (ROOT / "docs" / "angles.md").read_text("utf-8")
+
+
+def test_orders_are_integers_and_names_of_the_table_are_taken() -> None:
+    for make, order in ((cyclic, 2.5), (cyclic, 0), (dihedral, "4"), (dihedral, True)):
+        with pytest.raises(ValueError, match=f"^group 'a': order: expected an integer ≥ 1; got {order!r}$"):
+            make("a", order)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"^group 'p4': expected the 4 elements that this name has in GROUPS"
+    ):
+        Group("p4", (IDENTITY, ((-1, 0), (0, -1))))
+    assert Group("p4", GROUPS["p4"].matrices) == GROUPS["p4"]
+    for element in (1.0, True, "1", 4):
+        with pytest.raises(ValueError, match=r"^s: expected an element of 'p4', 0 to 3; got"):
+            transform(torch.ones(1, 1, 2, 2), element, "p4")  # type: ignore[arg-type]

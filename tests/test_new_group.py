@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_models import with_active_norms
+from helpers.tiny_models import tiny_options, with_active_norms
 from helpers.tiny_runs import run_cli, tiny_config, tiny_data
 
 from selfconv import convert, create_model
@@ -124,7 +124,8 @@ def test_an_object_needs_no_registration(group: Group, tmp_path: Path) -> None:
     assert model.group == group
     assert create_model("resnet29_asc", group=get_group("p4")).config["group"] == "p4"
     for name in ("resnet29", "resnet29_se", "resnet29_simple_asc", "resnet29_sasa", "p4resnet29_asc_se"):
-        other = with_active_norms(create_model(name, **small | {"widths": (8, 8, 8)}, group=group))
+        options = tiny_options(name, widths=(8, 8, 8), kernel_size=None, downsample="pool", group=group)
+        other = with_active_norms(create_model(name, **options))
         assert audit(other, 8).passed, name
 
     model.save_pretrained(tmp_path / "saved")
@@ -144,7 +145,7 @@ def test_an_object_needs_no_registration(group: Group, tmp_path: Path) -> None:
     with torch.no_grad():  # the graph of the backward pass takes as long to trace as all else together
         for name, form in forms.items():
             assert (form(x) - expected).abs().max() < 1e-5, name
-    convolutions = create_model("resnet29", **small, group=group)
+    convolutions = create_model("resnet29", **tiny_options("resnet29", downsample="pool", group=group))
     convert(convolutions, num_heads=2)
     assert audit(convolutions, 8).passed
 

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from selfconv import _harmonics
+from selfconv._arguments import is_whole
 from selfconv._harmonics import ROUNDING, Array, Matrix
 from selfconv._resample import resample
 
@@ -68,6 +69,9 @@ def _key(matrix: Matrix) -> tuple[int, ...]:
 def _snapped(entry: float) -> float:
     """Integers that rounding has moved, as cos(π/2), are integers: an element is exact or it is not."""
     return round(entry) if abs(entry - round(entry)) < ROUNDING else entry
+
+
+GROUPS: dict[str, Group] = {}  # by name; filled below
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,12 @@ class Group:
                 raise ValueError(f"group {self.name!r}: {matrix} is neither a rotation nor a reflection")
         if any(_key(_multiply(a, b)) not in known for a in self.matrices for b in self.matrices):
             raise ValueError(f"group {self.name!r}: the product of two of its elements is not among them")
+        table = GROUPS.get(self.name)
+        if table is not None and [*map(_key, table.matrices)] != [*map(_key, self.matrices)]:
+            raise ValueError(
+                f"group {self.name!r}: expected the {len(table)} elements that this name has in GROUPS, "
+                f"in their order, or another name; got {self.matrices!r}"
+            )
         _ = (
             self.quotient,
             self.factors,
@@ -384,26 +394,28 @@ def _combine(x: Tensor, matrix: Tensor) -> Tensor:
         return (x.to(dtype) @ matrix.to(x.device, dtype)).to(x.dtype)
 
 
-def _rotations(order: int) -> tuple[Matrix, ...]:
+def _rotations(name: str, order: int) -> tuple[Matrix, ...]:
+    if not is_whole(order) or order < 1:
+        raise ValueError(f"group {name!r}: order: expected an integer ≥ 1; got {order!r}")
     angles = [math.tau * n / order for n in range(order)]
     return tuple(((math.cos(a), -math.sin(a)), (math.sin(a), math.cos(a))) for a in angles)
 
 
 def cyclic(name: str, order: int) -> Group:
     """C_N: rotations by multiples of 360°/N."""
-    return Group(name, _rotations(order))
+    return Group(name, _rotations(name, order))
 
 
 def dihedral(name: str, order: int) -> Group:
     """D_N: the rotations, followed by each rotation after a reflection."""
-    turns = _rotations(order)
+    turns = _rotations(name, order)
     return Group(name, turns + tuple(_multiply(m, MIRROR) for m in turns))
 
 
 Z2, P4, P4M = cyclic("z2", 1), cyclic("p4", 4), dihedral("p4m", 4)
 BAND_LIMITED = [cyclic(f"c{n}", n) for n in (8, 12, 16)] + [dihedral(f"d{n}", n) for n in (8, 12, 16)]
 
-GROUPS = {group.name: group for group in (Z2, P4, P4M, *BAND_LIMITED)}
+GROUPS.update({group.name: group for group in (Z2, P4, P4M, *BAND_LIMITED)})
 
 
 def get_group(group: str | Group) -> Group:

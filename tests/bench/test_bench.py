@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tiny_models import tiny_options
 from torch import Tensor
 
 from selfconv.bench import BenchOptions, ModelRow, Results, Row, read_results, run, run_bench
@@ -157,8 +158,7 @@ def test_tables_show_ratios_to_the_convolution() -> None:
 
 
 def test_inference_in_every_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"depth": 11, "widths": (4, 4, 8), "num_heads": 2, "kernel_size": 3}
-    monkeypatch.setattr(_inference, "create_model", partial(create_model, **options))
+    monkeypatch.setattr(_inference, "create_model", lambda name: create_model(name, **tiny_options(name)))
     monkeypatch.setattr(_inference, "BATCHES", (2,))
     # compiling takes a minute, and has its own tests: the program takes its place
     monkeypatch.setattr(_inference, "compile_program", torch.export.save)

@@ -9,9 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from selfconv.models import ResNet, create_model
+from selfconv.models import ResNet, create_model, model_facts
 
 TINY: dict[str, Any] = {"depth": 11, "widths": (4, 4, 8), "num_heads": 2, "kernel_size": 3}
+
+
+def tiny_options(name: str, **overrides: Any) -> dict[str, Any]:
+    """For a small model of that kind; without heads where it has none."""
+    facts = model_facts(name)
+    return {
+        k: v for k, v in (TINY | overrides).items() if k != "num_heads" or facts is None or facts.attention
+    }
 
 
 @torch.no_grad()
@@ -33,7 +41,7 @@ def with_active_norms(model: ResNet, size: int = 8) -> ResNet:
 
 def tiny(name: str, **overrides: Any) -> ResNet:
     """A small model of that kind, with active norms."""
-    return with_active_norms(create_model(name, **TINY | overrides))
+    return with_active_norms(create_model(name, **tiny_options(name, **overrides)))
 
 
 def channels_last(model: ResNet) -> ResNet:

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 import torch
 from helpers.cases import more
-from helpers.tiny_models import TINY, error_over_spread, tiny, with_active_norms
+from helpers.tiny_models import error_over_spread, tiny, tiny_options, with_active_norms
 from torch import nn
 
 from selfconv import _harmonics
@@ -45,7 +45,7 @@ def test_the_graph_has_no_breaks(name: str, overrides: dict[str, object], sizes:
 )
 def test_training_through_the_graph(name: str, checkpointing: bool) -> None:
     torch._dynamo.reset()
-    model = with_active_norms(create_model(name, **TINY).double()).train()
+    model = with_active_norms(create_model(name, **tiny_options(name)).double()).train()
     other = copy.deepcopy(model)
     other.set_grad_checkpointing(checkpointing)
     compiled = torch.compile(other, fullgraph=True, backend="aot_eager")

@@ -23,6 +23,7 @@ from helpers.tiny_models import (
     channels_last,
     error_over_spread,
     tiny,
+    tiny_options,
     with_active_norms,
 )
 from torch import Tensor, nn
@@ -59,8 +60,8 @@ from selfconv.nn.fixed.layers import fix_filters
     ("name", "size", "overrides"),
     [
         ("p4resnet29_asc_se", 32, TINY),
-        ("p4mresnet29", 16, TINY | {"downsample": "pool", "in_channels": 1}),
-        ("c8resnet29", 8, TINY),
+        ("p4mresnet29", 16, tiny_options("p4mresnet29", downsample="pool", in_channels=1)),
+        ("c8resnet29", 8, tiny_options("c8resnet29")),
         *more(("c8resnet29_asc", 8, TINY)),
     ],
 )
@@ -507,7 +508,9 @@ def test_onnx_without_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("name", list_models("*29*"))
 def test_folded_batch_norm_is_the_same_function(name: str) -> None:
     overrides = {"num_heads": 1} if "sasa" in name else {}
-    model = with_active_norms(create_model(name, **TINY | overrides | {"downsample": "pool"}).double())
+    model = with_active_norms(
+        create_model(name, **tiny_options(name, **overrides, downsample="pool")).double()
+    )
     folded = fold_batch_norm(model)
     images = torch.randn(3, 3, 12, 8, dtype=torch.float64)
     with torch.no_grad():
@@ -586,7 +589,7 @@ def saved_elements(model: nn.Module, images: Tensor) -> int:
 
 @pytest.mark.parametrize("name", ["resnet29_asc", "p4resnet29_se"])
 def test_gradient_checkpointing_changes_nothing_but_memory(name: str) -> None:
-    plain = with_active_norms(create_model(name, **TINY).double()).train()
+    plain = with_active_norms(create_model(name, **tiny_options(name)).double()).train()
     saving = copy.deepcopy(plain)
     saving.set_grad_checkpointing()
     images = torch.randn(4, 3, 9, 9, dtype=torch.float64)

@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_models import TINY, after_sgd_steps, error_over_spread, tiny, with_active_norms
+from helpers.tiny_models import (
+    TINY,
+    after_sgd_steps,
+    error_over_spread,
+    tiny,
+    tiny_options,
+    with_active_norms,
+)
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -66,7 +73,7 @@ def test_p4m_models_do_not_see_flips_either(name: str) -> None:
 @pytest.mark.parametrize("name", list_models("p4*29*"))
 def test_equivariance_is_exact_for_any_weights(name: str) -> None:
     """In double precision, with no part of the network idle: the features turn with the image."""
-    model = with_active_norms(create_model(name, **TINY | {"downsample": "pool"}).double())
+    model = with_active_norms(create_model(name, **tiny_options(name, downsample="pool")).double())
     images = torch.randn(2, 3, 12, 8, dtype=torch.float64)
     with torch.no_grad(), no_warnings():
         features = model.forward_features(images)
@@ -96,7 +103,7 @@ def test_audit_names_the_strided_layer_of_p4resnet29() -> None:
 
 @pytest.mark.parametrize("name", ["p4resnet29", "p4resnet29_asc", "p4mresnet29_se", "resnet29_sasa"])
 def test_audit_passes_what_pools(name: str) -> None:
-    overrides = TINY | {"downsample": "pool", "num_heads": 1}
+    overrides = tiny_options(name, downsample="pool", num_heads=1)
     assert audit(with_active_norms(create_model(name, in_channels=1, **overrides)), 16).passed
 
 
@@ -115,7 +122,9 @@ def test_audit_passes_what_pools(name: str) -> None:
 def test_a_size_is_warned_about_if_and_only_if_it_breaks_equivariance(
     name: str, downsample: str, h: int, w: int
 ) -> None:
-    model = with_active_norms(create_model(name, **TINY | {"downsample": downsample}).double(), size=20)
+    model = with_active_norms(
+        create_model(name, **tiny_options(name, downsample=downsample)).double(), size=20
+    )
     images = torch.randn(2, 3, h, w, dtype=torch.float64)
     if downsample == "stride" and name.endswith("asc") and {h % 4, w % 4} != {0}:
         with pytest.raises(ValueError, match="strided shortcuts needs images whose sides are multiples of 4"):
@@ -159,12 +168,12 @@ def test_the_warning_says_which_sizes_are_exact_once_for_each_size() -> None:
 )
 def test_the_stem_for_large_images_is_exact(name: str, size: int) -> None:
     model = with_active_norms(
-        create_model(name, **TINY | {"stem": "pool4", "num_heads": 1}).double(), size=size
+        create_model(name, **tiny_options(name, stem="pool4", num_heads=1)).double(), size=size
     )
     with no_warnings():
         assert audit(model, size).passed
     assert model.forward_features(torch.zeros(1, 3, 64, 64, dtype=torch.float64)).shape[-2:] == (4, 4)
-    assert {*create_model(name, **TINY | {"num_heads": 1}).state_dict()} < {*model.state_dict()}
+    assert {*create_model(name, **tiny_options(name, num_heads=1)).state_dict()} < {*model.state_dict()}
 
 
 def test_the_stem_for_large_images_says_which_sizes_are_exact() -> None:
@@ -173,16 +182,16 @@ def test_the_stem_for_large_images_says_which_sizes_are_exact() -> None:
         model(torch.zeros(1, 3, 40, 40))
     with pytest.raises(ValueError, match=r"of 16×16 or more; got shape \[1, 3, 12, 12\]"):
         model(torch.zeros(1, 3, 12, 12))
-    strided = create_model("p4resnet29", **TINY | {"stem": "pool4"}).eval()
+    strided = create_model("p4resnet29", **tiny_options("p4resnet29", stem="pool4")).eval()
     with pytest.warns(UserWarning, match=r"sides of 16n\+4 \(20 or 36\)"):
         strided(torch.zeros(1, 3, 32, 32))
 
 
 def test_large_images_cause_a_warning() -> None:
     with pytest.warns(UserWarning, match=r"112×112 images are large for this model.*: stem='pool4'"):
-        create_model("resnet29", **TINY).eval()(torch.zeros(1, 3, 112, 112))
+        create_model("resnet29", **tiny_options("resnet29")).eval()(torch.zeros(1, 3, 112, 112))
     with no_warnings():
-        create_model("resnet29", **TINY | {"stem": "pool4"}).eval()(torch.zeros(1, 3, 112, 112))
+        create_model("resnet29", **tiny_options("resnet29", stem="pool4")).eval()(torch.zeros(1, 3, 112, 112))
 
 
 # ---- translations ----

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import ROOT
 from helpers.printed import EXACT, PAPER
-from helpers.tiny_models import TINY, tiny
+from helpers.tiny_models import tiny, tiny_options
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -118,9 +120,10 @@ def test_kinds_of_spatial_layers_differ_in_label_and_title() -> None:
     titles = {kind.title for kind in SPATIAL_KINDS.values()}
     assert len(labels) == len(titles) == len(SPATIAL_KINDS)
     for spatial, kind in SPATIAL_KINDS.items():
-        config = ResNetConfig.of(spatial=spatial, num_heads=4)
+        heads: dict[str, Any] = {"num_heads": 4} if kind.attention else {}
+        config = ResNetConfig.of(spatial=spatial, **heads)
         assert (config.attention, config.zero_gamma) == (kind.attention, kind.zero_gamma)
-        layers = create_model("resnet29", spatial=spatial, num_heads=4, depth=11).modules()
+        layers = create_model("resnet29", spatial=spatial, depth=11, **heads).modules()
         assert any(isinstance(layer, LocalAttention2d) for layer in layers) == kind.attention
 
 
@@ -162,7 +165,7 @@ def test_the_papers_literal_initialisation_on_a_group() -> None:
     model = create_model("p4resnet29_asc", affine_std=1.0)
     affine = [p for n, p in model.named_parameters() if n.rsplit(".", 1)[1].startswith(("psi", "beta"))]
     assert abs(torch.cat([p.flatten() for p in affine]).std().item() - 1) < 0.05
-    with pytest.raises(ValueError, match="affine_std: expected a number ≥ 0; got -1"):
+    with pytest.raises(ValueError, match="affine_std: expected a finite number of 0 or more; got -1"):
         create_model("p4resnet29_asc", affine_std=-1)
 
 
@@ -220,7 +223,7 @@ def test_making_filters_from_coefficients_is_not_counted() -> None:
     st.sampled_from([1, 3, 4]),
 )
 def test_any_image_size_batch_and_channels(name: str, h: int, w: int, n: int, channels: int) -> None:
-    overrides = TINY | ({"num_heads": 1} if "sasa" in name else {})
+    overrides = tiny_options(name, **({"num_heads": 1} if "sasa" in name else {}))
     model = create_model(name, 5, channels, **overrides).eval()
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of sizes, which have their own test
@@ -328,6 +331,9 @@ def test_the_table() -> None:
         assert f"{model_info(name).parameters:,}" in line
         assert f"{model_info(name).flops / 1e6:,.1f}" in line
     assert "6 heads" in text
+    console.print(models_table("resnet29_[ad]*"))
+    lines = {line.split()[1]: line for line in console.export_text().splitlines() if " resnet29" in line}
+    assert [name for name, line in lines.items() if "heads" in line] == ["resnet29_asc", "resnet29_asc_se"]
 
 
 # ---- bad input: one line that restates what was given ----
@@ -395,6 +401,63 @@ def test_bad_options(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         create_model(name, **options)
     assert "\n" not in str(error.value)
+
+
+USES: dict[str, tuple[Any, set[str]]] = {  # an option, a value and the kinds of spatial layers that have it
+    "num_heads": (4, {"asc", "simple_asc", "sasa"}),
+    "scale": ("head", {"asc", "simple_asc", "sasa"}),
+    "affine_std": (0.5, {"asc", "simple_asc", "sasa"}),
+    "psi": ("dense", {"asc", "simple_asc"}),
+    "affine": ("psi", {"asc"}),
+}
+
+
+@pytest.mark.parametrize("spatial", SPATIAL_KINDS)
+@pytest.mark.parametrize("option", USES)
+def test_options_that_a_spatial_layer_does_not_have_are_refused(option: str, spatial: str) -> None:
+    value, kinds = USES[option]
+
+    def make(**options: Any) -> ResNet:
+        torch.manual_seed(0)
+        return create_model("resnet29", spatial=spatial, depth=11, **options)
+
+    plain = make(**{option: None})
+    assert make(**{option: plain.config[option]}).config == plain.config  # what it has anyway
+    if spatial in kinds:
+        model = make(**{option: value})
+        state, before = model.state_dict(), plain.state_dict()
+        alike = state.keys() == before.keys() and all(torch.equal(state[key], before[key]) for key in state)
+        assert repr(model) != repr(plain) or not alike
+        return
+    said = f"^{option}={value!r} needs spatial='asc'.*; got spatial='{spatial}'$"
+    with pytest.raises(ValueError, match=said):
+        make(**{option: value})
+
+
+def test_stored_options_without_effect_can_be_read() -> None:
+    """As in configurations that earlier versions saved; beside them a new option is still refused."""
+    config = create_model("resnet29", depth=11).config | {"scale": "head", "num_heads": 3, "psi": "dense"}
+    model = ResNet.from_config(config)
+    assert model.config["scale"] == "head"
+    model.reset_classifier(3)
+    name, said = "resnet29.cifar10", r"^psi='dense' needs spatial='asc' or 'simple_asc'; got spatial='conv'$"
+    with pytest.raises(ValueError, match=said):
+        create_model(name, pretrained=True, psi="dense")
+    assert create_model(name, pretrained=True, psi="channel").config["psi"] == "channel"
+
+
+def test_numbers_of_numpy_are_saved_as_numbers() -> None:
+    classes: Any = np.int64(7)
+    options: dict[str, Any] = {
+        "depth": np.int64(11),
+        "widths": [*np.full(3, 8)],
+        "affine_std": np.float32(0.5),
+    }
+    model = create_model("resnet29_asc", classes, zero_gamma=np.True_, **options)
+    assert json.loads(json.dumps(model.config)) == model.config | {"widths": [8, 8, 8]}
+    for std in (True, torch.tensor(1.0)):
+        with pytest.raises(ValueError, match="affine_std: expected a finite number of 0 or more; got"):
+            create_model("resnet29_asc", affine_std=std)
 
 
 def test_an_unknown_option_is_named() -> None:

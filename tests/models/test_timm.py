@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import ROOT
 from helpers.timm_import import import_timm
-from helpers.tiny_models import TINY, error_over_spread
+from helpers.tiny_models import TINY, error_over_spread, tiny_options
 from torch import nn
 
 import selfconv
@@ -50,7 +50,7 @@ def test_created_by_timm() -> None:
 
 @pytest.mark.parametrize("name", ["resnet29_asc", "p4resnet29_asc_se", "p4mresnet29"])
 def test_the_interface(name: str) -> None:
-    model = timm.create_model(name, **TINY | {"downsample": "pool"}).eval()
+    model = timm.create_model(name, **tiny_options(name, downsample="pool")).eval()
     images = torch.randn(2, 3, 8, 8)
     features = model.forward_features(images)
     assert features.shape[1] == model.num_features == 32
@@ -75,12 +75,12 @@ def test_the_interface(name: str) -> None:
 
 
 def test_features_alone() -> None:
-    model = timm.create_model("resnet29", num_classes=0, **TINY).eval()
+    model = timm.create_model("resnet29", num_classes=0, **tiny_options("resnet29")).eval()
     assert model(torch.randn(2, 3, 8, 8)).shape == (2, 32)
 
 
 def test_a_new_classifier_is_where_the_model_is() -> None:
-    model = timm.create_model("resnet29", **TINY).double()
+    model = timm.create_model("resnet29", **tiny_options("resnet29")).double()
     model.reset_classifier(3)
     assert model.get_classifier().weight.dtype == torch.float64
 
@@ -103,7 +103,7 @@ def test_the_training_loop(name: str) -> None:
     from timm.optim import create_optimizer_v2
     from timm.utils import ModelEmaV3, accuracy
 
-    model = timm.create_model(name, num_classes=4, **TINY).to(memory_format=torch.channels_last)
+    model = timm.create_model(name, num_classes=4, **tiny_options(name)).to(memory_format=torch.channels_last)
     optimizer = create_optimizer_v2(model, opt="sgd", lr=0.1, momentum=0.9, weight_decay=1e-4)
     ema = ModelEmaV3(model, decay=0.5)
     loss_of = LabelSmoothingCrossEntropy(0.1)

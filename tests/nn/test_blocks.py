@@ -19,6 +19,7 @@ from selfconv.groups import IDENTITY, MIRROR, P4, P4M, Z2, Group, get_group
 from selfconv.nn import (
     AffineSelfConv1d,
     AffineSelfConv2d,
+    Bottleneck,
     GlobalPool,
     GroupBatchNorm,
     GroupConv2d,
@@ -423,3 +424,12 @@ def test_arrays_of_numpy_are_refused_in_one_line() -> None:
     for layer in (*attention, GlobalPool(), SpatialPool2d(2), GroupBatchNorm(4)):
         with pytest.raises(TypeError, match=r"expects a torch.Tensor; got ndarray"):
             layer(x)
+
+
+def test_a_compiled_block_checks_its_spatial_layer_too() -> None:
+    """Maps of one cell would be broadcast to the size of the shortcut."""
+    block = Bottleneck(4, 2, spatial=lambda width, stride: nn.AdaptiveAvgPool2d(1)).eval()
+    x = torch.randn(2, 4, 5, 5)
+    for form in (block, torch.compile(block, backend="eager")):
+        with pytest.raises(ValueError, match=r"an output of \[5, 5\] cells, as stride=1 .* got \[1, 1\]$"):
+            form(x)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -35,9 +37,10 @@ from selfconv.nn import (
     SqueezeExcite,
     StandAloneSelfAttention2d,
     Upsample2d,
+    relative_entropy,
     set_backend,
 )
-from selfconv.ops import reference
+from selfconv.ops import affine_self_conv, reference
 from selfconv.testing import assert_equivariant, centre_error, shift_error
 
 C2 = Group("c2", (IDENTITY, ((-1, 0), (0, -1))))
@@ -52,6 +55,7 @@ class SameMask(GroupDropout):
             return super().forward(x)
 
 
+NO: Any = "no"  # which is true
 ANY: Any = "odd"  # a word that no argument takes
 Make = Callable[..., nn.Module]
 LAYERS: dict[str, Make] = {
@@ -636,6 +640,101 @@ def test_bad_arguments_are_restated(make: Callable[[], nn.Module], message: str)
     with pytest.raises(ValueError) as caught:
         make()
     assert message in str(caught.value)
+
+
+ATTENTION_LAYERS = [AffineSelfConv2d, LiftingSelfConv2d, SimpleAffineSelfConv2d, StandAloneSelfAttention2d]
+
+
+@pytest.mark.parametrize("kind", ATTENTION_LAYERS)
+def test_a_scale_cannot_be_trained(kind: Any) -> None:
+    """The kernels take a number: a parameter would get no gradient, and nobody would be told."""
+    said = f"{kind.__name__}: scale: expected a number, which is not trained; got a tensor of shape"
+    for scale in (nn.Parameter(torch.tensor(1.0)), torch.tensor(1.0), torch.ones(2)):
+        with pytest.raises(ValueError, match=said):
+            kind(4, 4, 3, num_heads=2, scale=scale)
+        layer = kind(4, 4, 3, num_heads=2)
+        with pytest.raises(ValueError, match=said):
+            layer.scale = scale
+        assert layer.scale == 0.25
+        assert "scale" not in layer.state_dict()
+    layer.scale = np.float32(0.5)
+    assert type(layer.scale) is float
+
+
+def test_a_compiled_call_refuses_a_scale_to_train() -> None:
+    x = torch.randn(1, 2, 4, 4)
+
+    def call(scale: Any) -> Tensor:
+        return affine_self_conv(x, x, x, None, None, None, None, num_heads=1, kernel_size=3, scale=scale)
+
+    with pytest.raises(Exception, match="scale: expected a number"):
+        torch.compile(call, backend="eager")(torch.tensor(1.0, requires_grad=True))
+
+
+INTEGERS: Any = torch.int32
+NAMED: dict[str, Callable[[], Any]] = {  # the beginning of a message, and what is refused
+    "DepthwiseConv2d: bias: expected True or False; got 'no'": lambda: DepthwiseConv2d(4, 3, bias=NO),
+    "GroupLayerNorm: bias: expected True or False; got 'no'": lambda: GroupLayerNorm(4, bias=NO),
+    "GroupConv2d: bias: expected True or False; got 1": lambda: GroupConv2d(4, 4, 3, bias=1),  # type: ignore[arg-type]
+    "Bottleneck: squeeze_excite: expected True or False": lambda: Bottleneck(4, 2, squeeze_excite=NO),
+    "Bottleneck: zero_gamma: expected True or False": lambda: Bottleneck(4, 2, zero_gamma=NO),
+    "AffineSelfConv2d: need_weights: expected True or False; got 'no'": lambda: AffineSelfConv2d(
+        4, 4, num_heads=2
+    )(torch.ones(1, 4, 5, 5), need_weights=NO),
+    "GroupConv2d: padding: expected an integer ≥ 0": lambda: GroupConv2d(4, 4, 3, padding=True),
+    "DepthwiseConv2d: dtype: expected one of floating": lambda: DepthwiseConv2d(4, 3, dtype=INTEGERS),
+    "AffineConv2d: dtype: expected one of floating": lambda: AffineConv2d(4, 4, 3, dtype=INTEGERS),
+    "GroupBatchNorm: dtype: expected one of floating": lambda: GroupBatchNorm(4, dtype=INTEGERS),
+    "GroupLayerNorm: dtype: expected one of floating": lambda: GroupLayerNorm(4, dtype=INTEGERS),
+    "SqueezeExcite: dtype: expected one of floating": lambda: SqueezeExcite(4, dtype=INTEGERS),
+    "Bottleneck: spatial: expected a function of width and stride": lambda: Bottleneck(4, 2, spatial=ANY),
+    "Bottleneck: spatial: expected a function of width": lambda: Bottleneck(4, 2, spatial=nn.Conv2d(2, 2, 1)),
+    "GroupConv2d: expected maps of 3×3 or more, to pool": lambda: GroupConv2d(1, 1, 1, 3, downsample="pool")(
+        torch.ones(1, 1, 2, 2)
+    ),
+    "AffineSelfConv2d: num_heads=3 does not divide": lambda: AffineSelfConv2d(4, 4, num_heads=3),
+    "AffineSelfConv2d: scale: expected a finite": lambda: AffineSelfConv2d(4, 4, num_heads=2, scale=ANY),
+}
+
+
+@pytest.mark.parametrize("message", NAMED)
+def test_messages_name_the_layer_and_the_argument(message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        NAMED[message]()
+    assert str(caught.value).startswith(message)
+
+
+def test_padding_may_be_a_number_of_numpy() -> None:
+    assert type(GroupConv2d(4, 4, 3, padding=np.int64(1)).padding) is int  # type: ignore[arg-type]
+    assert type(SpatialPool2d(3, padding=np.int64(1)).padding) is int  # type: ignore[arg-type]
+
+
+def test_relative_entropy_of_windows_of_one_two_and_three() -> None:
+    found = [relative_entropy(torch.full((n,), 1 / n), 0).item() for n in (1, 2, 3)]
+    assert found == pytest.approx([0, 1, 1])
+
+
+NUMBERS: dict[str, Callable[[Any], Any]] = {
+    "AffineSelfConv2d: dropout": lambda n: AffineSelfConv2d(4, 4, num_heads=2, dropout=n).dropout,
+    "GroupDropout: p": lambda n: GroupDropout(n).p,
+    "GroupBatchNorm: eps": lambda n: GroupBatchNorm(4, n).eps,
+    "GroupBatchNorm: momentum": lambda n: GroupBatchNorm(4, momentum=n).momentum,
+    "GroupLayerNorm: eps": lambda n: GroupLayerNorm(4, n).eps,
+    "AffineSelfConv2d: affine_std": lambda n: AffineSelfConv2d(4, 4, num_heads=2).reset_parameters(n),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_are_neither_tensors_nor_switches(name: str) -> None:
+    for value in (torch.tensor(0.1), nn.Parameter(torch.tensor(0.1)), True, "1", -1.0, math.nan):
+        with pytest.raises(ValueError, match=f"^{name}: expected a"):
+            NUMBERS[name](value)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_of_numpy_are_numbers(name: str) -> None:
+    found = NUMBERS[name](np.float32(0.5))
+    assert found is None or (type(found), found) == (float, 0.5)
 
 
 @every_layer

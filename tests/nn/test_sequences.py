@@ -11,7 +11,7 @@ from helpers.cases import HALVES_OF_A_TURN
 from torch import Tensor, nn
 
 from selfconv.groups import IDENTITY, MIRROR, Group, get_group
-from selfconv.nn import GlobalPool, GroupDropout, SqueezeExcite
+from selfconv.nn import AffineSelfConv1d, GlobalPool, GroupDropout, SqueezeExcite
 from selfconv.testing import equivariance_error
 
 REFLECTION = Group("mirror", (IDENTITY, MIRROR))
@@ -77,3 +77,8 @@ def test_sequences_need_a_group_that_maps_rows_to_rows(name: str) -> None:
             reversing(x)
     with pytest.raises(TypeError, match=r"floating-point features; got torch\.int64"):
         reversing(torch.zeros(2, 3, 2, 9, dtype=torch.long))
+
+
+def test_an_unknown_option_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"^AffineSelfConv1d: expected options .*; got foo$"):
+        AffineSelfConv1d(3, 8, num_heads=2, foo=1)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import ROOT
 from helpers.cases import ALL_GROUPS, HALVES_OF_A_TURN
 from torch import Tensor, nn
 
@@ -25,7 +27,7 @@ from selfconv.nn import (
     concatenate,
 )
 from selfconv.ops import affine_self_conv, reference
-from selfconv.testing import equivariance_error, relative_error
+from selfconv.testing import centre_error, equivariance_error, relative_error
 
 MODES = ("zeros", "circular", "exclude")
 KINDS = (AffineSelfConv2d, LiftingSelfConv2d, SimpleAffineSelfConv2d, StandAloneSelfAttention2d)
@@ -267,3 +269,23 @@ def test_a_planar_bottleneck_is_torchs(channels: int, stride: int) -> None:
     torch.testing.assert_close(block(x), (y + shortcut).relu())
     assert isinstance(block.shortcut, nn.Identity) == (channels == 8)
     assert block(x).shape[1] == block.out_channels == 8
+
+
+def test_the_table_of_dilations_is_true() -> None:
+    """Of docs/angles.md: between the pixels dilation costs equivariance."""
+    text = (ROOT / "docs" / "angles.md").read_text("utf-8")
+    rows = re.findall(r"^\| `dilation=(\d)` \| ([\d.]+)% \| ([\d.]+)% \|", text, re.MULTILINE)
+    assert [row[0] for row in rows] == ["1", "2", "3"]
+    for dilation, *told in rows:
+        side = 2 * int(dilation) + 5
+        for frequency, percent in zip((0.25, 0.5), told, strict=True):
+            found = []
+            for seed in range(4):
+                torch.manual_seed(seed)
+                layer = AffineSelfConv2d(
+                    8, 8, 3, dilation=int(dilation), num_heads=4, group="c8", dtype=torch.float64
+                )
+                shape = (16, 8, 8, side, side)
+                found.append(centre_error(layer, shape, "c8", frequency=frequency, seed=seed))
+            assert abs(sum(errors[1] for errors in found) / 4 - float(percent) / 100) < 0.006
+            assert max(errors[2] for errors in found) < 1e-14

@@ -182,6 +182,13 @@ def test_reach_of_dilated_windows() -> None:
         ({"dropout_p": "a"}, r"^dropout_p: expected a probability, 0 to 1; got 'a'$"),
         ({"scale": "a"}, r"^scale: expected a finite number; got 'a'$"),
         ({"scale": float("nan")}, r"^scale: expected a finite number; got nan$"),
+        ({"scale": True}, r"^scale: expected a finite number; got True$"),
+        (
+            {"scale": torch.tensor(1.0, requires_grad=True)},
+            r"^scale: expected a number, which is not trained; got a tensor of shape \[\], of which",
+        ),
+        ({"scale": torch.ones(2)}, r"^scale: expected a number, .*; got a tensor of shape \[2\], of which"),
+        ({"dropout_p": torch.tensor(0.1)}, r"^dropout_p: expected a probability, 0 to 1; got tensor"),
         ({"kernel_size": True}, r"^kernel_size: expected an odd integer ≥ 1, .*; got True$"),
         ({"dropout_p": 0.5, "backend": "numba"}, r"^dropout_p=0.5 needs the eager backend; got"),
     ],

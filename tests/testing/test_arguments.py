@@ -149,3 +149,19 @@ class Complex(nn.Module):
 def test_broken_complex_outputs_are_found() -> None:
     found = audit(Complex(), 8)
     assert found.culprit == "the model's output", found.summary()
+
+
+def test_an_audit_that_guesses_the_channels_says_how_to_name_them() -> None:
+    class Backwards(nn.Module):
+        """Its first layer by definition is not the first that it calls."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.last, self.first = nn.Conv2d(8, 4, 3, padding=1), nn.Conv2d(3, 8, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x))
+
+    with pytest.raises(ValueError, match=r"; in_channels= says how many it takes, by default 8$"):
+        audit(Backwards(), 8)
+    assert audit(Backwards(), 8, in_channels=3).passed

@@ -131,6 +131,40 @@ def test_between_the_pixels_alone(group: Group) -> None:
         assert_equivariant(conv().double(), smooth, group, between=0.1)
 
 
+NONE = "group: expected one with an element besides the identity; got 'z2'"
+SHAPE = "shape: expected [N, C, h, w] on group 'c8', N, C ≥ 1, with odd sides, which have a centre; got "
+
+
+def test_centre_errors_of_nothing_are_refused() -> None:
+    def centre(module: Any = None, shape: Any = (2, 3, 9, 9), group: str = "c8", **options: Any) -> Any:
+        return lambda: centre_error(conv().double() if module is None else module, shape, group, **options)
+
+    for frequency in (0, -1, math.nan, math.inf, True, "a", torch.tensor(0.5)):
+        said = f"frequency: expected a finite number above 0; got {frequency!r}"
+        refused(centre(frequency=frequency), said)
+    refused(centre(seed="a"), "seed: expected an integer; got 'a'")
+    refused(centre(group="z2"), NONE)
+    for shape in (7, (3, 9, 9), (2, 3, 8, 9), (2, 3.0, 9, 9), "abcd"):
+        refused(centre(shape=shape), f"{SHAPE}{shape!r}")
+    refused(centre(shape=(2, 3, 1, 1)), "x: expected values that an element of 'c8' changes; got shape [2, 3")
+    refused(centre(lambda x: torch.ones_like(x)), "expected an output that depends on x; got one of shape")
+    refused(centre(7), "module: expected a function or an nn.Module; got 7")
+    refused(centre(lambda x: [x]), "expected a module that returns one tensor; got list")
+    refused(
+        centre(lambda x: x.unsqueeze(2)), "expected a module that returns [N, C, h, w] or [N, C, 8, h, w]"
+    )
+    assert max(centre_error(lambda x: x, (2, 3, 9, 9), "c8")) < 1e-12  # which is the same at every angle
+
+
+def test_resampling_errors_of_nothing_are_refused() -> None:
+    refused(lambda: resampling_error(X, "z2"), NONE)
+    refused(lambda: resampling_error(X[0], "c8"), "inputs: expected a kind that transforms, such as")
+    refused(lambda: resampling_error(0 * X, "c8"), "x: expected values that an element of 'c8' changes; got")
+    refused(lambda: resampling_error([1], "c8"), "x: expected a tensor; got list")  # type: ignore[arg-type]
+    assert max(resampling_error(X[0], "c8", "pixels")) > 0
+    assert max(resampling_error(X, "p4")) == 0  # of exact elements
+
+
 def test_other_measurements_of_nothing_are_refused() -> None:
     refused(lambda: resampling_error(X[:0], "c8"), "x: expected one entry or more; got shape [0, 3, 9, 9]")
     refused(lambda: shift_error(conv(), X[:0]), "x: expected one entry or more; got shape [0, 3, 9, 9]")

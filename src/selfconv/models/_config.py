@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from selfconv._arguments import check_not_negative, check_switch, is_whole
 from selfconv.groups import GROUPS, Group, get_group
 from selfconv.models.table import SPATIAL_KINDS
 
@@ -18,6 +20,7 @@ _CHOICES = {
     "pool": ("mean", "max", "group_max"),
     "stem": ("conv", "pool4"),
 }
+_OF_SOME_KINDS = frozenset().union(*(kind.options for kind in SPATIAL_KINDS.values()))
 MAX_DEPTH = 1001  # a config.json from an unknown source must not exhaust the memory
 _MOST = {"kernel_size": 255, "num_heads": 4096, "in_channels": 65536, "num_classes": 1_000_000}
 MAX_WIDTH = 65536
@@ -98,6 +101,25 @@ class ResNetConfig:
         }
         return cls(**by_default | given)
 
+    @classmethod
+    def changed(cls, stored: Mapping[str, Any], overrides: Mapping[str, Any]) -> ResNetConfig:
+        """A configuration with some fields changed, each of which the spatial layer must have.
+
+        Stored configurations are not asked for that: those of earlier versions may hold what has no effect.
+        """
+        config = cls.of(**dict(stored) | dict(overrides))
+        shared = {name: value for name, value in overrides.items() if name not in _OF_SOME_KINDS}
+        unused = _OF_SOME_KINDS & overrides.keys() - SPATIAL_KINDS[config.spatial].options
+        without = cls.of(**dict(stored) | shared) if unused else config
+        for name in sorted(unused):
+            if getattr(config, name) != getattr(without, name):
+                kinds = [repr(s) for s, kind in SPATIAL_KINDS.items() if name in kind.options]
+                raise ValueError(
+                    f"{name}={overrides[name]!r} needs spatial={' or '.join(kinds)}; "
+                    f"got spatial={config.spatial!r}"
+                )
+        return config
+
     @property
     def attention(self) -> bool:
         return SPATIAL_KINDS[self.spatial].attention
@@ -123,21 +145,21 @@ class ResNetConfig:
         for name, least in _LEAST.items():
             if not _is_integer(getattr(self, name), least):
                 raise ValueError(f"{name}: expected an integer ≥ {least}; got {getattr(self, name)!r}")
+            object.__setattr__(self, name, int(getattr(self, name)))  # nor integers
         for name, most in _MOST.items():
             if getattr(self, name) > most:
                 raise ValueError(f"{name}: expected an integer ≤ {most}; got {getattr(self, name)}")
         for name in ("squeeze_excite", "zero_gamma"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}: expected True or False; got {getattr(self, name)!r}")
-        std = self.affine_std
-        if std is not None and not (isinstance(std, int | float) and 0 <= std < math.inf):
-            raise ValueError(f"affine_std: expected a number ≥ 0; got {std!r}")
+            check_switch(name, getattr(self, name))
+            object.__setattr__(self, name, bool(getattr(self, name)))  # JSON has no booleans of NumPy
+        if self.affine_std is not None:
+            object.__setattr__(self, "affine_std", check_not_negative("affine_std", self.affine_std))
         sized = isinstance(self.widths, list | tuple) and len(self.widths) == 3
         if not sized or not all(_is_integer(width, 1) for width in self.widths):
             raise ValueError(f"widths: expected three positive integers; got {self.widths!r}")
         if max(self.widths) > MAX_WIDTH:
             raise ValueError(f"widths: expected at most {MAX_WIDTH} channels; got {self.widths!r}")
-        object.__setattr__(self, "widths", tuple(self.widths))  # JSON has lists only
+        object.__setattr__(self, "widths", tuple(map(int, self.widths)))  # JSON has lists only
         if self.depth % 9 != 2 or self.depth > MAX_DEPTH:
             near = min(9 * self.blocks_per_stage + 2, MAX_DEPTH - 9)
             raise ValueError(
@@ -145,8 +167,6 @@ class ResNetConfig:
             )
         if self.kernel_size % 2 == 0:
             raise ValueError(f"kernel_size: expected an odd integer; got {self.kernel_size}")
-        if self.affine != "both" and self.spatial != "asc":
-            raise ValueError(f"affine={self.affine!r} needs spatial='asc'; got spatial={self.spatial!r}")
         group = get_group(self.group)
         if self.spatial == "sasa" and group.band_limited:
             raise ValueError(
@@ -193,5 +213,5 @@ def _as_group(value: Any) -> Group:
         ) from error
 
 
-def _is_integer(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_integer(value: Any, least: int) -> bool:
+    return is_whole(value) and value >= least

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from selfconv._arguments import is_whole
 from selfconv.models._config import ResNetConfig
 from selfconv.models._sharing import CONFIG_NAME, SAFETENSORS_SINGLE_FILE, read_config
 from selfconv.models.flops import count_flops, count_parameters
 from selfconv.models.resnet import ResNet
-from selfconv.models.table import MODELS, WEIGHTS, list_models
+from selfconv.models.table import MODELS, SPATIAL_KINDS, WEIGHTS, list_models
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -50,11 +51,12 @@ def create_model(
             colour images are adapted to grey images and vice versa, as in ``ResNet.start_from``.
         pretrained: whether to load weights that are included in the package.
         **overrides: any other field of ``ResNetConfig``: ``group``, ``widths``, ``depth``, ``kernel_size``,
-            ``num_heads``, ``downsample``, ``psi``, ``pool``, …; None selects the model's value.
+            ``num_heads``, ``downsample``, ``psi``, ``pool``, …; None selects the model's value. Options that
+            the model's spatial layer does not have are refused.
     """
     shipped = list_models(pretrained=True) if pretrained else []
     options = {} if name in shipped else _options(name)
-    if num_classes is not None and not (isinstance(num_classes, int) and num_classes >= 1):
+    if num_classes is not None and not (is_whole(num_classes) and num_classes >= 1):
         raise ValueError(
             f"num_classes: expected an integer ≥ 1; got {num_classes!r} "
             "(model.reset_classifier(0) leaves out the classifier)"
@@ -63,7 +65,7 @@ def create_model(
     asked = {"num_classes": num_classes, "in_channels": in_channels}
     asked = {key: value for key, value in asked.items() if value is not None}
     if not pretrained:
-        return ResNet(ResNetConfig.of(**options | overrides | asked))
+        return ResNet(ResNetConfig.changed(options, overrides | asked))
 
     if name not in shipped:
         raise ValueError(
@@ -71,7 +73,9 @@ def create_model(
             + (f"there are some for {', '.join(shipped)}" if shipped else "this version ships none at all")
         )
     folder = WEIGHTS / name
-    trained = ResNet.load(read_config(folder / CONFIG_NAME) | overrides, folder / SAFETENSORS_SINGLE_FILE)
+    stored = read_config(folder / CONFIG_NAME)
+    ResNetConfig.changed(stored, overrides)
+    trained = ResNet.load(stored | overrides, folder / SAFETENSORS_SINGLE_FILE)
     if asked.items() <= trained.config.items():
         return trained
     model = ResNet(ResNetConfig.of(**trained.config | asked))
@@ -158,7 +162,7 @@ def models_table(pattern: str = "*", *, input_size: int = 32, **overrides: Any) 
         info = model_info(name, input_size=input_size, **overrides)
         config = info.config
         spatial = f"{config['spatial']} {config['kernel_size']}×{config['kernel_size']}"
-        if config["spatial"] != "conv":
+        if SPATIAL_KINDS[config["spatial"]].attention:
             spatial += f", {config['num_heads']} heads"
         table.add_row(
             name,

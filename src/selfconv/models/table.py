@@ -52,23 +52,42 @@ class SpatialKind:
         title: in words.
         attention: whether it has heads and a softmax; the paper's recipe then warms up.
         zero_gamma: whether γ of each block's last batch norm starts at 0 by default.
+        options: of ``ResNetConfig`` that it has and some other kind has not.
     """
 
     label: str
     title: str
     attention: bool = False
     zero_gamma: bool = False
+    options: frozenset[str] = frozenset()
 
 
+_OF_ATTENTION = frozenset({"num_heads", "scale", "affine_std"})
 SPATIAL_KINDS = {
     "conv": SpatialKind(label="", title="convolution"),
     "depthwise": SpatialKind(label="depthwise", title="depthwise convolution"),
     "affine": SpatialKind(label="affine", title="affine convolution", zero_gamma=True),
-    "asc": SpatialKind(label="ASC", title="affine self convolution", attention=True, zero_gamma=True),
-    "simple_asc": SpatialKind(
-        label="Simple_ASC", title="simple affine self convolution", attention=True, zero_gamma=True
+    "asc": SpatialKind(
+        label="ASC",
+        title="affine self convolution",
+        attention=True,
+        zero_gamma=True,
+        options=_OF_ATTENTION | {"psi", "affine"},
     ),
-    "sasa": SpatialKind(label="SASA", title="stand-alone self-attention", attention=True, zero_gamma=True),
+    "simple_asc": SpatialKind(
+        label="Simple_ASC",
+        title="simple affine self convolution",
+        attention=True,
+        zero_gamma=True,
+        options=_OF_ATTENTION | {"psi"},
+    ),
+    "sasa": SpatialKind(
+        label="SASA",
+        title="stand-alone self-attention",
+        attention=True,
+        zero_gamma=True,
+        options=_OF_ATTENTION,
+    ),
 }
 
 # a folder for each model that has weights, as save_pretrained writes it, and the record of their run

@@ -12,6 +12,7 @@ from selfconv.nn._conv import GroupConv2d
 from selfconv.nn._layout import (
     avg_pool,
     check_features,
+    check_options,
     check_sizes,
     check_window,
     draw_normal,
@@ -43,6 +44,7 @@ class DepthwiseConv2d(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(type(self).__name__, channels=channels, stride=stride)
+        check_options(type(self).__name__, dtype, bias=bias)
         check_window(type(self).__name__, kernel_size)
         self.channels, self.kernel_size, self.stride = channels, kernel_size, stride
         self.group = own_group(group)
@@ -61,7 +63,9 @@ class DepthwiseConv2d(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         check_features(type(self).__name__, x, self.channels, self.group, weight=self.weight)
         filters = self.group.window_values(self.weight, self.kernel_size)
-        out = avg_pool(in_memory_of(x, affine_conv(x, filters, None, group=self.group)), self.stride)
+        out = avg_pool(
+            in_memory_of(x, affine_conv(x, filters, None, group=self.group)), self.stride, "DepthwiseConv2d"
+        )
         return out if self.bias is None else out + self.bias.view(-1, *[1] * (x.dim() - 2))
 
     def extra_repr(self) -> str:
@@ -93,6 +97,7 @@ class AffineConv2d(nn.Module):
         super().__init__()
         sizes = {"in_channels": in_channels, "out_channels": out_channels, "stride": stride}
         check_sizes(type(self).__name__, **sizes)
+        check_options(type(self).__name__, dtype)
         check_window(type(self).__name__, kernel_size)
         self.in_channels, self.out_channels = in_channels, out_channels
         self.kernel_size, self.stride, self.group = kernel_size, stride, own_group(group)

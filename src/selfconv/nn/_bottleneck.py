@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from selfconv.groups import Group, own_group
 from selfconv.nn._conv import Downsample, GroupConv2d
 from selfconv.nn._gates import SqueezeExcite
-from selfconv.nn._layout import check_sizes
+from selfconv.nn._layout import check_options, check_sizes
 from selfconv.nn._norm import GroupBatchNorm
 from selfconv.nn.attention.layers import AffineSelfConv2d
 
@@ -73,6 +73,12 @@ class Bottleneck(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(type(self).__name__, in_channels=in_channels, width=width, stride=stride)
+        check_options(type(self).__name__, dtype, squeeze_excite=squeeze_excite, zero_gamma=zero_gamma)
+        if spatial is not None and (not callable(spatial) or isinstance(spatial, nn.Module)):
+            raise ValueError(
+                "Bottleneck: spatial: expected a function of width and stride that returns an nn.Module; "
+                f"got {spatial!r}"
+            )
         self.group = own_group(group)
         self.in_channels, self.out_channels, self.stride = in_channels, self.expansion * width, stride
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -104,7 +110,7 @@ class Bottleneck(nn.Module):
         y = F.relu(self.reduce(x))
         y = F.relu(self.spatial(y))
         y, shortcut = self.se(self.expand(y)), self.shortcut(x)
-        if not torch.compiler.is_compiling() and y.shape != shortcut.shape:
+        if not torch.compiler.is_exporting() and y.shape != shortcut.shape:  # whose sizes may be symbols
             raise ValueError(
                 f"Bottleneck expects a spatial layer with an output of {list(shortcut.shape[-2:])} cells, as "
                 f"stride={self.stride} of the shortcut gives; got {list(y.shape[-2:])}"

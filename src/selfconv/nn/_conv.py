@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from selfconv._arguments import is_whole, of_python
 from selfconv.groups import Z2, Group, own_group
 from selfconv.nn._layout import avg_pool, check_features, check_options, check_sizes, draw_normal, group_conv
 
@@ -41,20 +42,23 @@ class _SteeredConv2d(nn.Module):
         )
         check_options(type(self).__name__, dtype, bias=bias)
         if downsample not in ("stride", "pool"):
-            raise ValueError(f"downsample: expected 'stride' or 'pool'; got {downsample!r}")
+            raise ValueError(
+                f"{type(self).__name__}: downsample: expected 'stride' or 'pool'; got {downsample!r}"
+            )
         if padding == "same":
             if kernel_size % 2 == 0:
                 raise ValueError(f"padding='same' expects an odd kernel_size; got {kernel_size}")
             padding = kernel_size // 2
         if padding == "valid":
             padding = 0
-        if not isinstance(padding, int) or padding < 0:
-            raise ValueError(f"padding: expected an integer ≥ 0, 'same' or 'valid'; got {padding!r}")
+        if not is_whole(padding) or padding < 0:
+            name = type(self).__name__
+            raise ValueError(f"{name}: padding: expected an integer ≥ 0, 'same' or 'valid'; got {padding!r}")
         self.in_channels = in_channels
         self.out_channels = out_channels
         self.kernel_size = kernel_size
         self.stride = stride
-        self.padding = padding
+        self.padding = of_python(padding)
         self.group = own_group(group)
         self.downsample = downsample
         shape = (out_channels, in_channels * self._domain(), *self.group.parameter_shape(kernel_size))
@@ -88,9 +92,11 @@ class _SteeredConv2d(nn.Module):
         if (
             self.kernel_size == 1 and self.padding == 0
         ):  # pooling and a pointwise map commute: the cheap order
-            return group_conv(avg_pool(x, self.stride), self.steered_filters(), self.bias, self.group)
+            return group_conv(
+                avg_pool(x, self.stride, type(self).__name__), self.steered_filters(), self.bias, self.group
+            )
         y = group_conv(x, self.steered_filters(), self.bias, self.group, 1, self.padding)
-        return avg_pool(y, self.stride)
+        return avg_pool(y, self.stride, type(self).__name__)
 
     def extra_repr(self) -> str:
         parts = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"]

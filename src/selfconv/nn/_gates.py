@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfconv.groups import Group, own_group
-from selfconv.nn._layout import check_features, check_sizes, is_sequence
+from selfconv.nn._layout import check_features, check_options, check_sizes, is_sequence
 from selfconv.ops import check_probability
 
 
@@ -36,6 +36,7 @@ class SqueezeExcite(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes("SqueezeExcite", channels=channels, reduction=reduction)
+        check_options("SqueezeExcite", dtype)
         self.channels = channels
         self.reduction = reduction
         self.group = own_group(group)
@@ -76,10 +77,9 @@ class GroupDropout(nn.Module):
 
     def __init__(self, p: float = 0.5, mode: DropoutMode = "channel", *, group: str | Group = "z2") -> None:
         super().__init__()
-        check_probability("p", p)
         if mode not in ("channel", "point"):
-            raise ValueError(f"mode: expected 'channel' or 'point'; got {mode!r}")
-        self.p = p
+            raise ValueError(f"GroupDropout: mode: expected 'channel' or 'point'; got {mode!r}")
+        self.p = check_probability("GroupDropout: p", p)
         self.mode = mode
         self.group = own_group(group)
 

@@ -8,15 +8,15 @@ innermost, or its maps contiguous, as its fast paths want them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from selfconv._arguments import check_switch, is_whole
 from selfconv.groups import Group
-from selfconv.ops import Pair, is_whole, owned
+from selfconv.ops import Pair, owned
 
 
 def draw_normal(parameter: Tensor, std: float) -> None:
@@ -35,13 +35,7 @@ def check_options(module: str, dtype: torch.dtype | None, **switches: bool) -> N
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"{module}: dtype: expected one of floating-point numbers; got {dtype!r}")
     for name, switch in switches.items():
-        if switch not in (True, False):
-            raise ValueError(f"{module}: {name}: expected True or False; got {switch!r}")
-
-
-def check_eps(module: str, eps: float) -> None:
-    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps < math.inf:
-        raise ValueError(f"{module}: eps: expected a finite number of 0 or more; got {eps!r}")
+        check_switch(f"{module}: {name}", switch)
 
 
 def check_window(module: str, kernel_size: int) -> None:
@@ -160,17 +154,23 @@ def in_memory_of(like: Tensor, y: Tensor) -> Tensor:
     return folded.unflatten(1, (y.shape[2], y.shape[1])).transpose(1, 2)
 
 
-def check_poolable(x: Tensor, size: int | Pair) -> None:
+def check_poolable(x: Tensor, size: int | Pair, module: str) -> None:
     rows, columns = size if isinstance(size, tuple) else (size, size)
     if x.shape[-2] < rows or x.shape[-1] < columns:
-        raise ValueError(f"expected maps of {rows}×{columns} or more, to pool; got shape {list(x.shape)}")
+        raise ValueError(
+            f"{module}: expected maps of {rows}×{columns} or more, to pool; got shape {list(x.shape)}"
+        )
 
 
-def avg_pool(x: Tensor, size: int | Pair) -> Tensor:
-    """Mean over size×size cells: the downsampling that keeps quarter turns and flips exact."""
+def avg_pool(x: Tensor, size: int | Pair, module: str) -> Tensor:
+    """Mean over size×size cells: the downsampling that keeps quarter turns and flips exact.
+
+    Args:
+        module: the name of the layer, for errors.
+    """
     if size in (1, (1, 1)):
         return x
-    check_poolable(x, size)
+    check_poolable(x, size, module)
     return on_folded(lambda maps: F.avg_pool2d(maps, size), x)
 
 

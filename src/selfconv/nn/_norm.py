@@ -6,13 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from selfconv._arguments import check_not_negative
 from selfconv.groups import Group, own_group
 from selfconv.nn._layout import (
     channels_innermost,
     channels_to_end,
     channels_to_front,
-    check_eps,
     check_features,
+    check_options,
     check_sizes,
     is_sequence,
 )
@@ -47,9 +48,10 @@ class GroupBatchNorm(nn.BatchNorm2d):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_sizes("GroupBatchNorm", num_features=num_features)
-        check_eps("GroupBatchNorm", eps)
+        check_options("GroupBatchNorm", dtype)
+        eps = check_not_negative("GroupBatchNorm: eps", eps)
         if momentum is not None:
-            check_probability("GroupBatchNorm: momentum", momentum)
+            momentum = check_probability("GroupBatchNorm: momentum", momentum)
         super().__init__(num_features, eps, momentum, device=device, dtype=dtype)
         self.group = own_group(group)
 
@@ -97,7 +99,8 @@ class GroupLayerNorm(nn.LayerNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_sizes("GroupLayerNorm", num_channels=num_channels)
-        check_eps("GroupLayerNorm", eps)
+        check_options("GroupLayerNorm", dtype, elementwise_affine=elementwise_affine, bias=bias)
+        eps = check_not_negative("GroupLayerNorm: eps", eps)
         super().__init__(num_channels, eps, elementwise_affine, bias, device=device, dtype=dtype)
         self.group = own_group(group)
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from selfconv._arguments import is_whole, of_python
 from selfconv.groups import Group, own_group
 from selfconv.nn._layout import (
     channels_innermost,
@@ -18,7 +19,6 @@ from selfconv.nn._layout import (
     is_sequence,
     on_folded,
 )
-from selfconv.ops import is_whole
 
 Mode = Literal["mean", "max"]
 
@@ -30,7 +30,9 @@ class _Pool(nn.Module):
         super().__init__()
         if mode not in self.modes:
             *others, last = map(repr, self.modes)
-            raise ValueError(f"mode: expected {', '.join(others)} or {last}; got {mode!r}")
+            raise ValueError(
+                f"{type(self).__name__}: mode: expected {', '.join(others)} or {last}; got {mode!r}"
+            )
         self.mode = mode
         self.group = own_group(group)
 
@@ -70,11 +72,12 @@ class SpatialPool2d(_Pool):
         )
         if not is_whole(padding) or not 0 <= padding <= kernel_size // 2:
             raise ValueError(
-                f"padding: expected an integer from 0 to half of kernel_size={kernel_size}; got {padding}"
+                f"SpatialPool2d: padding: expected an integer from 0 to half of kernel_size={kernel_size}; "
+                f"got {padding}"
             )
         self.kernel_size = kernel_size
         self.stride = kernel_size if stride is None else stride
-        self.padding = padding
+        self.padding = of_python(padding)
 
     def forward(self, x: Tensor) -> Tensor:
         check_features("SpatialPool2d", x, None, self.group)
@@ -157,7 +160,7 @@ class Upsample2d(nn.Module):
         super().__init__()
         check_sizes("Upsample2d", scale_factor=scale_factor)
         if mode not in ("nearest", "bilinear"):
-            raise ValueError(f"mode: expected 'nearest' or 'bilinear'; got {mode!r}")
+            raise ValueError(f"Upsample2d: mode: expected 'nearest' or 'bilinear'; got {mode!r}")
         self.scale_factor = scale_factor
         self.mode = mode
         self.group = own_group(group)

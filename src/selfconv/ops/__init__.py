@@ -23,7 +23,7 @@ from selfconv.ops._call import (
     steer,
 )
 from selfconv.ops._flops import affine_self_conv_flops
-from selfconv.ops._window import PaddingMode, Pair, Window, is_whole, make_window
+from selfconv.ops._window import PaddingMode, Pair, Window, make_window
 from selfconv.ops.eager import attend, pad, run_with_attention
 from selfconv.ops.prepared import PreparedCall, filter_tables
 
@@ -45,7 +45,6 @@ __all__ = [
     "check_scale",
     "explain",
     "filter_tables",
-    "is_whole",
     "make_window",
     "owned",
     "pad",

@@ -10,8 +10,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from selfconv._arguments import is_number, is_whole, of_python
 from selfconv.groups import Group, get_group
-from selfconv.ops._window import Pair, Window, is_whole, make_window
+from selfconv.ops._window import Pair, Window, make_window
 
 
 @dataclass(frozen=True)
@@ -179,32 +180,41 @@ def check_float(name: str, t: Tensor) -> None:
         raise TypeError(f"{name}: expected a floating-point tensor; got {t.dtype} of shape {list(t.shape)}")
 
 
-def check_scale(scale: float | None, key_channels: int) -> float:
-    """The factor of the score: by default 1 / key channels."""
+def check_scale(scale: float | None, key_channels: int, module: str = "") -> float:
+    """The factor of the score: by default 1 / key channels. Errors begin with the name of the ``module``."""
     if scale is None:
         return 1 / key_channels
+    where = f"{module}: " if module else ""
+    if isinstance(scale, Tensor):  # the kernels take a number: no gradient would reach it
+        raise ValueError(
+            f"{where}scale: expected a number, which is not trained; got a tensor of shape "
+            f"{list(scale.shape)}, of which scale.item() is the number"
+        )
     if torch.compiler.is_compiling():  # to which it may be a symbol
         return float(scale)
-    if isinstance(scale, bool | str) or not hasattr(scale, "__float__") or not math.isfinite(scale):
-        raise ValueError(f"scale: expected a finite number; got {scale!r}")
+    if not is_number(scale) or not math.isfinite(scale):
+        raise ValueError(f"{where}scale: expected a finite number; got {scale!r}")
     return float(scale)
 
 
-def check_probability(name: str, p: float) -> None:
-    """Raises an error, which begins with ``name``, unless p is a number from 0 to 1."""
-    if isinstance(p, bool) or not isinstance(p, int | float) or not 0 <= p <= 1:
+def check_probability(name: str, p: float) -> float:
+    """Raises an error, which begins with ``name``, unless p is a number from 0 to 1; returns it."""
+    if not is_number(p) or not 0 <= p <= 1:
         raise ValueError(f"{name}: expected a probability, 0 to 1; got {p!r}")
+    return of_python(p)
 
 
-def check_heads(num_heads: int, **channels: int) -> None:
-    """Raises an error unless heads split all these channels into equal runs."""
+def check_heads(num_heads: int, module: str = "", **channels: int) -> None:
+    """Raises an error, which begins with the name of the ``module``, unless heads split all these channels
+    into equal runs."""
+    where = f"{module}: " if module else ""
     if not is_whole(num_heads):
-        raise TypeError(f"num_heads: expected an integer ≥ 1; got {num_heads!r}")
+        raise TypeError(f"{where}num_heads: expected an integer ≥ 1; got {num_heads!r}")
     if num_heads < 1 or any(c % num_heads for c in channels.values()):
         counts = ", ".join(f"{c} {name} channels" for name, c in channels.items())
         common = math.gcd(*channels.values())
         divisors = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
-        raise ValueError(f"num_heads={num_heads} does not divide {counts}; expected one of {divisors}")
+        raise ValueError(f"{where}num_heads={num_heads} does not divide {counts}; expected one of {divisors}")
 
 
 def shapes(tensors: Mapping[str, Tensor | None]) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-import numpy as np
-
+from selfconv._arguments import is_whole
 from selfconv.groups import Group
 
 PaddingMode = Literal["zeros", "circular", "exclude"]
@@ -79,8 +78,3 @@ def pair(value: Any) -> Pair | None:
     """(rows, columns) of one integer or two; None for anything else."""
     rows, columns = value if isinstance(value, tuple | list) and len(value) == 2 else (value, value)
     return (int(rows), int(columns)) if is_whole(rows) and is_whole(columns) else None
-
-
-def is_whole(number: object) -> bool:
-    """Whether a size is an integer, of Python or NumPy."""
-    return isinstance(number, int | np.integer) and not isinstance(number, bool)

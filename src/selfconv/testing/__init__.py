@@ -16,8 +16,8 @@ Where nothing would be compared, as for an empty batch or an output that does no
 raise a ValueError that says so: an error of 0 is one of something.
 
 The rank of a tensor determines its kind: ``[N, C, |H|, h, w]`` are features on the group, ``[N, C, h, w]``
-are planar features (each channel transforms like an image), tensors of rank 6 and 7 are attention weights,
-and tensors of lower rank are expected to be invariant. ``equivariance_error``, ``assert_equivariant`` and
+are planar features (each channel transforms like an image), tensors of rank 7 (on z2 6) are attention
+weights, and other tensors are expected to be invariant. ``equivariance_error``, ``assert_equivariant`` and
 ``audit`` take other kinds by name, such as ``outputs="vector"`` for a vector field, ``"pixels"`` for a map of
 labels and ``inputs="sequence"``: ``transform`` lists them. ``FeaturesOn`` names a group larger than the one
 to test.

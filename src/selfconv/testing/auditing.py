@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from selfconv._arguments import is_whole
 from selfconv.groups import Z2, Group, get_group
-from selfconv.ops import is_whole
 from selfconv.testing.checks import (
     check_between,
     check_inputs,
@@ -295,6 +295,7 @@ def audit(
             f"the model cannot be audited, in float64, on inputs of shape {_listed(given_as)}: "
             + first_line(refusal)
             + (f"; sizes that it takes: {_listed(sizes)}" if sizes else "")
+            + ("" if sizes or in_channels else f"; in_channels= says how many it takes, by default {given}")
         ) from refusal
     check_output(judgeable(recorded[1]))
     options = group, tolerance, of_input, outputs

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from selfconv._arguments import is_whole
 from selfconv.groups import Group
-from selfconv.ops import is_whole
 from selfconv.testing.kinds import Kind, as_tuple, default_kind
 from selfconv.testing.leaves import outputs_of, same
 
@@ -70,14 +70,14 @@ def check_whole(name: str, number: object) -> None:
 
 def check_model(model: object) -> None:
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model: expected an nn.Module; got {_what(model)}")
+        raise ValueError(f"model: expected an nn.Module; got {what(model)}")
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         raise ValueError("model: expected parameters with values; got some on the meta device")
 
 
 def check_module(module: object) -> None:
     if not callable(module) or isinstance(module, type):
-        raise ValueError(f"module: expected a function or an nn.Module; got {_what(module)}")
+        raise ValueError(f"module: expected a function or an nn.Module; got {what(module)}")
 
 
 def checked_tensors(x: object) -> tuple[Tensor, ...]:
@@ -86,7 +86,7 @@ def checked_tensors(x: object) -> tuple[Tensor, ...]:
     for t in given:
         if not isinstance(t, Tensor):
             inside = " in it" if t is not x else ""
-            raise ValueError(f"x: expected a tensor or a tuple of tensors; got {_what(t)}{inside}")
+            raise ValueError(f"x: expected a tensor or a tuple of tensors; got {what(t)}{inside}")
     if not given:
         raise ValueError(f"x: expected a tensor or a tuple of tensors; got {x!r}")
     check_values(given)
@@ -98,7 +98,7 @@ def check_values(tensors: Sequence[Tensor]) -> None:
         raise ValueError("x: expected tensors with values; got one on the meta device")
 
 
-def _what(given: object) -> str:
+def what(given: object) -> str:
     """A value of a few characters, or else what it is."""
     if isinstance(given, type):
         return f"the class {given.__name__}"
@@ -110,7 +110,7 @@ def _what(given: object) -> str:
 def check_map(x: object, axes: int) -> Tensor:
     """Features to shift."""
     if not isinstance(x, Tensor):
-        raise ValueError(f"x: expected a tensor; got {_what(x)}")
+        raise ValueError(f"x: expected a tensor; got {what(x)}")
     check_values([x])
     if x.dim() < 2 + axes:
         raise ValueError(f"x: expected rank {2 + axes} or more for axes={axes}; got shape {shapes_of([x])}")
@@ -124,7 +124,7 @@ def check_map(x: object, axes: int) -> Tensor:
 def check_mapped(y: object, axes: int) -> Tensor:
     """What a module returns for them."""
     if not isinstance(y, Tensor):
-        raise ValueError(f"expected a module that returns one tensor; got {_what(y)}")
+        raise ValueError(f"expected a module that returns one tensor; got {what(y)}")
     if y.dim() < 1 + axes:
         raise ValueError(
             f"expected an output of rank {1 + axes} or more for axes={axes}; got shape {shapes_of([y])}"

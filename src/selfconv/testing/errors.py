@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from selfconv._arguments import is_number, is_whole
 from selfconv._resample import round_mask
 from selfconv.groups import Group, get_group
 from selfconv.testing.checks import (
@@ -16,12 +17,15 @@ from selfconv.testing.checks import (
     check_dependent,
     check_group,
     check_inputs,
+    check_mapped,
     check_module,
     check_moved,
     check_output,
+    check_values,
     checked_tensors,
     checked_tolerance,
     shapes_of,
+    what,
     without_gradients,
 )
 from selfconv.testing.kinds import Kind, check_kinds, default_kind, is_sequence, transform
@@ -110,10 +114,25 @@ def resampling_error(x: Tensor, group: str | Group, kind: Kind | None = None) ->
 
     0 for exact elements. Where it is not small compared with ``equivariance_error``, x is not smooth enough
     to measure equivariance: it has noise, or edges as sharp as a pixel.
+
+    A ValueError says so where nothing would be compared, as for ``equivariance_error``.
     """
     group = get_group(group)
+    if not isinstance(x, Tensor):
+        raise ValueError(f"x: expected a tensor; got {what(x)}")
+    check_values([x])
+    check_kinds("kind", kind, 1)
     if not x.numel():
         raise ValueError(f"x: expected one entry or more; got shape {shapes_of([x])}")
+    check_group(group)
+    check_inputs([kind], [x], group)
+    seen = through_mask(x, kind)
+    check_moved(not all(same([transform(seen, s, group, kind)], [seen]) for s in group), [x], group)
+    return interpolation_error(x, group, kind)
+
+
+def interpolation_error(x: Tensor, group: Group, kind: Kind | None) -> list[float]:
+    """``resampling_error`` of any x: where no element changes it, interpolation does no harm."""
     seen = through_mask(x, kind)
     there = [transform(seen, s, group, kind) for s in group]
     back = [transform(turned, group.inverse[s], group, kind) for s, turned in enumerate(there)]
@@ -134,25 +153,43 @@ def centre_error(
             must not depend on the border.
         shape: of the features, ``[N, C, h, w]`` or ``[N, C, |H|, h, w]``, with odd sides.
         frequency: of the shortest waves, in units of the Nyquist frequency (a wavelength of two pixels).
+
+    A ValueError says so where nothing would be compared, as for ``equivariance_error``.
     """
     group = get_group(group)
-    *lead, h, w = shape
-    axis = "" if len(lead) < 3 else f"{len(group)}, "
-    if len(lead) not in (2, 3) or lead[2:] not in ([], [len(group)]) or h % 2 == 0 or w % 2 == 0 or 0 in lead:
+    check_module(module)
+    check_group(group)
+    sizes = list(shape) if isinstance(shape, list | tuple) else []
+    whole = len(sizes) in (4, 5) and all(is_whole(n) and n >= 1 for n in sizes)
+    if not whole or sizes[2:-2] not in ([], [len(group)]) or any(n % 2 == 0 for n in sizes[-2:]):
+        axis = f"{len(group)}, " if len(sizes) == 5 else ""
         raise ValueError(
             f"shape: expected [N, C, {axis}h, w] on group {group.name!r}, N, C ≥ 1, with odd sides, which "
-            f"have a centre; got {list(shape)}"
+            f"have a centre; got {shape!r}"
         )
+    if not is_number(frequency) or not 0 < frequency < math.inf:
+        raise ValueError(f"frequency: expected a finite number above 0; got {frequency!r}")
+    if not is_whole(seed):
+        raise ValueError(f"seed: expected an integer; got {seed!r}")
+    *lead, h, w = sizes
     waves = Waves(lead, frequency, seed)
+    given = [waves.turned(h, w, s, group) for s in group]
+    check_moved(not all(same([x], given[:1]) for x in given), given[:1], group)
 
-    def centre(s: int) -> Tensor:
-        """The output at the centre for the features turned by s, planes in their order before it."""
-        y = module(waves.turned(h, w, s, group))
-        y = y[..., y.shape[-2] // 2, y.shape[-1] // 2]  # [N, C] or [N, C, P]
-        return y[:, :, list(group.product[s])] if y.dim() == 3 else y
+    def centre(x: Tensor) -> Tensor:
+        y = check_mapped(module(x), 2)
+        if y.dim() not in (4, 5) or y.shape[2:-2] not in ((), (len(group),)):
+            raise ValueError(
+                f"expected a module that returns [N, C, h, w] or [N, C, {len(group)}, h, w] on group "
+                f"{group.name!r}; got shape {shapes_of([y])}"
+            )
+        return y[..., y.shape[-2] // 2, y.shape[-1] // 2]  # [N, C] or [N, C, P]
 
-    upright = centre(0)
-    return [deviation_error(centre(s), upright) for s in group]
+    found = [centre(x) for x in given]
+    if all(same([y], found[:1]) for y in found):
+        check_dependent(centre, given[:1], [None], found[:1])
+    in_order = [y[:, :, list(group.product[s])] if y.dim() == 3 else y for s, y in enumerate(found)]
+    return [deviation_error(y, found[0]) for y in in_order]  # planes in their order before the turn
 
 
 def assert_equivariant(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfconv.ops import is_whole
+from selfconv._arguments import is_whole
 from selfconv.testing.checks import (
     check_dependent,
     check_map,

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from selfconv._arguments import is_whole
 from selfconv.groups import Group, Matrix, get_group
 
 Name = Literal[
@@ -73,12 +74,12 @@ def transform(x: Tensor, s: int, group: str | Group, kind: Kind | None = None) -
             ``"attention sequence"``: ``[N, heads, |H|, k, L]``, on groups that map rows to rows; L is a row.
             ``FeaturesOn(larger)``: features on a larger group, under the elements of ``group``.
 
-    By default tensors of rank 4 are planar, of rank 5 on the group, of rank 6 and 7 attention weights, and
-    all others invariant. Elements that do not map the grid to itself interpolate features; of integers and
-    booleans, such as labels, they take the nearest.
+    By default tensors of rank 4 are planar, of rank 5 on the group, of rank 7 (on z2 6) attention
+    weights, and all others invariant. Elements that do not map the grid to itself interpolate features; of
+    integers and booleans, such as labels, they take the nearest.
     """
     group = get_group(group)
-    if s not in group:
+    if not is_whole(s) or s not in group:
         raise ValueError(f"s: expected an element of {group.name!r}, 0 to {len(group) - 1}; got {s!r}")
     if isinstance(kind, FeaturesOn):
         return transform(x, kind.element(s, group), kind.group, kind.kind)

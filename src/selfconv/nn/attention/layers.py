@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from selfconv._arguments import is_whole
 from selfconv.groups import Z2, Group, get_group
 from selfconv.nn._layout import check_sizes
 from selfconv.nn.attention.local_attention import (
@@ -15,7 +16,7 @@ from selfconv.nn.attention.local_attention import (
     PsiKind,
     fold_query_map,
 )
-from selfconv.ops import PaddingMode, Pair, check_heads, is_whole
+from selfconv.ops import PaddingMode, Pair, check_heads
 
 
 def _check_psi(psi: str) -> None:
@@ -254,7 +255,7 @@ class StandAloneSelfAttention2d(LocalAttention2d):
             )
         key_channels = out_channels if key_channels is None else key_channels
         check_sizes(type(self).__name__, key_channels=key_channels, out_channels=out_channels)
-        check_heads(num_heads, key=key_channels, value=out_channels)
+        check_heads(num_heads, type(self).__name__, key=key_channels, value=out_channels)
         if key_channels // num_heads % 2:
             raise ValueError(
                 "StandAloneSelfAttention2d: expected an even number of key channels per head; got "

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import Tensor
 
+from selfconv._arguments import is_whole
 from selfconv.groups import get_group
 from selfconv.nn.attention.layers import AffineSelfConv2d
-from selfconv.ops import Pair, is_whole
+from selfconv.ops import Pair
 
 
 class AffineSelfConv1d(AffineSelfConv2d):
@@ -37,6 +39,12 @@ class AffineSelfConv1d(AffineSelfConv2d):
         for name, size, kind in (("kernel_size", kernel_size, "odd "), ("dilation", dilation, "")):
             if not is_whole(size) or size < 1 or (kind and size % 2 == 0):
                 raise ValueError(f"AffineSelfConv1d: {name}: expected one {kind}integer ≥ 1; got {size!r}")
+        known = inspect.signature(AffineSelfConv2d.__init__).parameters
+        unknown = [name for name in options if name not in known]
+        if unknown:
+            raise TypeError(
+                f"AffineSelfConv1d: expected options of AffineSelfConv2d; got {', '.join(unknown)}"
+            )
         group = get_group(options.get("group", "z2"))
         if not group.keeps_axes:
             raise ValueError(

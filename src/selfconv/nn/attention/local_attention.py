@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from selfconv._arguments import check_not_negative, check_switch
 from selfconv.groups import Group, own_group
 from selfconv.nn._layout import avg_pool, check_features, check_options, check_sizes, draw_normal, group_conv
 from selfconv.ops import (
@@ -64,16 +65,15 @@ class LocalAttention2d(nn.Module):
         check_options(name, dtype, bias=bias, qkv_bias=qkv_bias)
         self.group = own_group(group)
         self.window = make_window(kernel_size, dilation, padding_mode, self.group, name)
-        check_probability(f"{name}: dropout", dropout)
-        check_heads(num_heads, key=key_channels, value=out_channels)
+        check_heads(num_heads, name, key=key_channels, value=out_channels)
         check_backend(backend)
         self.in_channels = in_channels
         self.out_channels = out_channels
         self.key_channels = key_channels
         self.stride = stride
         self.num_heads = num_heads
-        self.scale = check_scale(scale, key_channels)
-        self.dropout = dropout
+        self.scale = check_scale(scale, key_channels, name)
+        self.dropout = check_probability(f"{name}: dropout", dropout)
         self.backend = backend
         self.psi, self.affine = psi, affine
 
@@ -86,6 +86,11 @@ class LocalAttention2d(nn.Module):
         self.w_out = new(out_channels, out_channels * len(self.group), 1, 1)
         self.b_out = new(out_channels) if bias else None
         self.reset_parameters()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "scale":  # nn.Module would register a parameter, of which the kernels read the value alone
+            value = check_scale(value, self.key_channels, type(self).__name__)
+        super().__setattr__(name, value)
 
     @property
     def kernel_size(self) -> int | Pair:
@@ -150,7 +155,9 @@ class LocalAttention2d(nn.Module):
                 less equivariant: a sharp softmax selects single pixels, which do not coincide with pixels
                 when the image is rotated by 45°.
         """
-        std = 1 / len(self.domain) if affine_std is None else affine_std
+        std = 1 / len(self.domain)
+        if affine_std is not None:
+            std = check_not_negative(f"{type(self).__name__}: affine_std", affine_std)
         for name, parameter in self.named_parameters(recurse=False):
             if name.startswith("w_"):
                 draw_normal(parameter, std=math.sqrt(2.0) / math.sqrt(parameter[0].numel()))
@@ -191,6 +198,7 @@ class LocalAttention2d(nn.Module):
             need_weights: also return α, ``[N, num_heads, |H|, k, k, h, w]`` (z2: without |H|), computed by
                 the eager backend.
         """
+        check_switch(f"{type(self).__name__}: need_weights", need_weights)
         query_key_value = self.project(x)  # A^Q[Q], K, V: [N, C_k + C_k + C_v, R, h, w]
         if need_weights:
             values, alpha = self.attend_with_weights(*split_packed(query_key_value, self.packed_channels))
@@ -248,7 +256,8 @@ class LocalAttention2d(nn.Module):
 
     def output_map(self, values: Tensor) -> Tensor:
         """W^O ⋆ values after averaging stride×stride cells: the two commute, and this order is cheaper."""
-        return group_conv(avg_pool(values, self.cells), self.steered_output(), self.b_out, self.group)
+        pooled = avg_pool(values, self.cells, type(self).__name__)
+        return group_conv(pooled, self.steered_output(), self.b_out, self.group)
 
     def steered_output(self) -> Tensor:
         """W^O transformed by every element P of the group: [out, out, P, R, 1, 1]."""
@@ -301,8 +310,9 @@ def fold_query_map(
 
 
 def relative_entropy(alpha: Tensor, dim: int) -> Tensor:
-    """−Σ α log α over the largest it can be: 1 if all weights are equal, 0 if there is but one."""
-    return torch.special.entr(alpha).sum(dim) / max(math.log(alpha.shape[dim]), 1.0)
+    """−Σ α log α over log n, the largest it can be: 1 if all n weights are equal, 0 if one alone is not 0, as
+    in a window of one."""
+    return torch.special.entr(alpha).sum(dim) / (math.log(alpha.shape[dim]) or 1.0)
 
 
 def set_backend(module: nn.Module, backend: str | None) -> nn.Module:

@@ -144,12 +144,12 @@ class FixedConv2d(FixedLayer):
         maps = x
         if x.dim() == 5:
             maps = (x.transpose(1, 2) if self.innermost else x).flatten(1, 2)
-        maps = avg_pool(maps, self.pool_before)
+        maps = avg_pool(maps, self.pool_before, type(self).__name__)
         if self.is_matrix:
             y = F.linear(maps.permute(0, 2, 3, 1), self.weight, self.bias).permute(0, 3, 1, 2)
         else:
             y = F.conv2d(maps, self.weight, self.bias, self.stride, self.padding)
-            y = avg_pool(y, self.pool_after)
+            y = avg_pool(y, self.pool_after, type(self).__name__)
         if self.order == 1:
             return y
         return (

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from selfconv.groups import Group, get_group
 from selfconv.testing.actions import Actions
-from selfconv.testing.errors import largest, resampling_error
+from selfconv.testing.errors import interpolation_error, largest
 from selfconv.testing.kinds import FeaturesOn, Kind, default_kind, fits, turned_vectors
 from selfconv.testing.layers.judging import output_error
 from selfconv.testing.layers.runs import Images, look_away, run_observed
@@ -83,4 +83,4 @@ def between_error(
         if isinstance(y, Tensor) and kind in ("planar", "pixels", "group", "vector") and y.is_floating_point()
         if y.dim() > 2 and y.numel() and fits(y, group, kind)
     ]
-    return error, max((max(resampling_error(y, group, kind)) for y, kind in maps), default=0.0)
+    return error, max((max(interpolation_error(y, group, kind)) for y, kind in maps), default=0.0)

@@ -37,7 +37,8 @@ def format_duration(seconds: float) -> str:
 
 
 def format_bytes(number: float) -> str:
-    return f"{number / 1e9:.1f} GB" if number >= 1e8 else f"{number / 1e6:.1f} MB"
+    scale, unit = (1e9, "GB") if number >= 1e8 else (1e6, "MB") if number >= 1e5 else (1e3, "kB")
+    return f"{number / scale:.1f} {unit}"
 
 
 def count(number: int, word: str) -> str:

@@ -110,7 +110,7 @@ class Group:
         if table is not None and [*map(_key, table.matrices)] != [*map(_key, self.matrices)]:
             raise ValueError(
                 f"group {self.name!r}: expected the {len(table)} elements that this name has in GROUPS, "
-                f"in their order, or another name; got {self.matrices!r}"
+                f"in their order, or another name; got {len(self.matrices)} others"
             )
         _ = (
             self.quotient,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import tracemalloc
 import warnings
 from pathlib import Path
 from typing import Any
@@ -184,14 +185,70 @@ class TestFiles:
             (b"P5\n5 6\n4095\n" + bytes(59), "damaged or truncated"),
             (b"P2\n2 1\n100\n1", "damaged or truncated"),
             (b"P2\n2 1\n100\n1 x", "damaged or truncated"),
-            (b"P2\n2 1\n100\n1 101", "damaged or truncated"),
-            (b"P5\n2 1\n100\n\x01\xff", "damaged or truncated"),
+            (b"P2\n2 1\n100\n1 101", "expected values up to 100, which the header calls white; got 101"),
+            (b"P5\n2 1\n100\n\x01\xff", "expected values up to 100, which the header calls white; got 255"),
         ],
     )
     def test_damaged_pgm(self, tmp_path: Path, content: bytes, why: str) -> None:
         (tmp_path / "x.pgm").write_bytes(content)
         with pytest.raises(DataError, match=f"x.pgm: {why}$"):
             read_image(tmp_path / "x.pgm", 1, 1)
+
+    @pytest.mark.parametrize("white", [b"255", b"100"])
+    def test_a_pgm_with_other_line_ends_and_more_behind_it(self, tmp_path: Path, white: bytes) -> None:
+        (tmp_path / "x.pgm").write_bytes(b"P2\r# by hand\r2 1\r" + white + b"\r7 9\r" + b"8 " * 10**6)
+        tracemalloc.start()
+        values = read_values(Item("x", tmp_path / "x.pgm"))
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert values[0, :, 0].tolist() == [7, 9]
+        assert most < 2e7  # numbers that are not of the image are no objects
+
+    def test_a_mask_of_the_size_of_the_image_is_ignored(self, tmp_path: Path) -> None:
+        array = noise(8, 8, dtype=np.uint8, high=256)
+        with tifffile.TiffWriter(tmp_path / "x.tif") as file:
+            file.write(array, photometric="minisblack", metadata=None)
+            file.write(array > 99, photometric="mask", metadata=None, subfiletype=4)
+            file.write(array // 2, photometric="minisblack", metadata=None, subfiletype=1)
+        assert np.array_equal(read_values(Item("x", tmp_path / "x.tif"))[..., 0], array)
+
+    def test_files_of_an_ome_set_have_one_image_each(self, tmp_path: Path) -> None:
+        names = ["a.ome.tif", "b.ome.tif"]
+        images = "".join(
+            f'''<Image ID="Image:{i}"><Pixels ID="Pixels:{i}" DimensionOrder="XYCZT" Type="uint16"
+            SizeX="8" SizeY="8" SizeC="1" SizeZ="1" SizeT="1">
+            <Channel ID="Channel:{i}:0" SamplesPerPixel="1"/><TiffData IFD="0" PlaneCount="1">
+            <UUID FileName="{name}">urn:uuid:{i}</UUID></TiffData></Pixels></Image>'''
+            for i, name in enumerate(names)
+        )
+        for i, name in enumerate(names):
+            schema = "http://www.openmicroscopy.org/Schemas/OME/2016-06"
+            description = f'<?xml version="1.0"?><OME xmlns="{schema}" UUID="urn:uuid:{i}">{images}</OME>'
+            array = np.full((8, 8), 100 + i, np.uint16)
+            tifffile.imwrite(tmp_path / name, array, description=description, metadata=None, ome=False)
+        for i, name in enumerate(names):
+            assert (read_values(Item("x", tmp_path / name)) == 100 + i).all()
+
+    @pytest.mark.parametrize("kind", ["palette", "separated"])
+    def test_pages_in_colours_are_not_dropped(self, tmp_path: Path, kind: str) -> None:
+        shape = (8, 8) if kind == "palette" else (8, 8, 4)
+        options = {"colormap": noise(3, 256)} if kind == "palette" else {}
+        with tifffile.TiffWriter(tmp_path / "x.tif") as file:
+            for _ in range(2):
+                page = noise(*shape, dtype=np.uint8, high=256)
+                file.write(page, photometric=kind, metadata=None, **options)
+        with pytest.raises(
+            DataError, match=r"expected one (CMYK|palette) image, .*; got one of shape \[2, 8, 8"
+        ):
+            read_image(tmp_path / "x.tif", 8, 3)
+
+    def test_a_cut_tiff(self, tmp_path: Path) -> None:
+        Image.fromarray(noise(64, 64, dtype=np.uint8, high=256)).save(
+            tmp_path / "x.tif", compression="tiff_lzw"
+        )
+        (tmp_path / "x.tif").write_bytes((tmp_path / "x.tif").read_bytes()[:2000])
+        with pytest.raises(DataError, match=r"x.tif: damaged or truncated$"):
+            read_image(tmp_path / "x.tif", 8, 1)
 
     @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
     def test_smaller_copies_in_a_tiff_are_ignored(self, tmp_path: Path, dtype: Any) -> None:
@@ -491,10 +548,10 @@ class TestRange:
         for i in range(4):
             (tmp_path / "x" / "ab"[i % 2]).mkdir(parents=True, exist_ok=True)
             np.save(tmp_path / "x" / "ab"[i % 2] / f"{i}.npy", np.array([[0, 1], [1, 3e38]], np.float32))
-        with pytest.raises(DataError, match=r"expected LOW < HIGH, both of at most 1.8e\+19; got 0, 3e\+38"):
+        with pytest.raises(DataError, match=r"x: expected values of at most 1.8e\+19; got 0 to 3e\+38"):
             load_data(tmp_path / "x")
         with pytest.raises(
-            DataError, match=r"got '0,1e308' \(range: expected LOW < HIGH, both of at most 1.8e"
+            DataError, match=r"range: expected LOW < HIGH, both of at most 1.8e\+19; got 0, 1e\+308"
         ):
             load_data(tmp_path / "x", pixel_range="0,1e308")
 

@@ -189,7 +189,7 @@ class TestFolder:
 
         monkeypatch.setattr(decoding.os, "statvfs", lambda _: Full)
         fails(
-            r"20 images of 5000×5000 need 0.5 GB, more than the 0.1 GB of memory .* room for 0.0 MB: give a",
+            r"20 images of 5000×5000 need 0.5 GB, more than the 0.1 GB of memory .* room for 41.0 kB: give a",
             gallery(tmp_path / "pets"),
             image_size=5000,
             memory=1e8,

@@ -188,7 +188,7 @@ def test_reach_of_dilated_windows() -> None:
             r"^scale: expected a number, which is not trained; got a tensor of shape \[\], of which",
         ),
         ({"scale": torch.ones(2)}, r"^scale: expected a number, .*; got a tensor of shape \[2\], of which"),
-        ({"dropout_p": torch.tensor(0.1)}, r"^dropout_p: expected a probability, 0 to 1; got tensor"),
+        ({"dropout_p": torch.tensor(0.1)}, r"^dropout_p: expected a probability, 0 to 1; got Tensor"),
         ({"kernel_size": True}, r"^kernel_size: expected an odd integer ≥ 1, .*; got True$"),
         ({"dropout_p": 0.5, "backend": "numba"}, r"^dropout_p=0.5 needs the eager backend; got"),
     ],

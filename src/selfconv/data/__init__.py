@@ -16,6 +16,7 @@ from selfconv.data.dataset import (
     Dataset,
     MissingDataError,
     describe_channels,
+    warn_about_classes,
 )
 from selfconv.data.images import (
     IMAGE_FORMATS,
@@ -69,4 +70,5 @@ __all__ = [
     "read_images",
     "require_image_readers",
     "visible_channels",
+    "warn_about_classes",
 ]

@@ -287,18 +287,10 @@ def _split(part: SourcePart, levels: int) -> Split:
 
 
 def warn_about_data(data: Dataset) -> None:
-    """Warns about images in two splits, classes without images, and values that do not fit the range."""
+    """Warns about identical images in two splits, and about values that do not fit the range."""
     data.clipping.warn(data.name, data.pixels)
     for message in leaks({"train": data.train, "val": data.val, "test": data.test}):
         warnings.warn(f"{data.name}: {message}", stacklevel=3)
-    for part, split in (("validation", data.val), ("test", data.test)):
-        absent = np.setdiff1d(np.arange(data.num_classes), split.labels.numpy(force=True))
-        if len(split) and len(absent):
-            warnings.warn(
-                f"{data.name}: no {part} images of {len(absent)} of {data.num_classes} classes (first: "
-                f"{data.class_names[absent[0]]!r}), so the {part} accuracy says nothing about them",
-                stacklevel=3,
-            )
     used = np.flatnonzero(data.counts.sum(0))
     span = int(used[-1] - used[0])
     levels = data.train.levels
@@ -309,6 +301,18 @@ def warn_about_data(data: Dataset) -> None:
             f"of the range {data.pixels}{hint}",
             stacklevel=3,
         )
+
+
+def warn_about_classes(data: Dataset) -> None:
+    """Warns if there are no validation or no test images of a class that is trained."""
+    for part, split in (("validation", data.val), ("test", data.test)):
+        absent = np.setdiff1d(np.arange(data.num_classes), split.labels.numpy(force=True))
+        if len(split) and len(absent):
+            warnings.warn(
+                f"{data.name}: no {part} images of {len(absent)} of {data.num_classes} classes (first: "
+                f"{data.class_names[absent[0]]!r}), so the {part} accuracy says nothing about them",
+                stacklevel=3,
+            )
 
 
 def store_arrays(

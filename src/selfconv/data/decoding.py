@@ -52,7 +52,7 @@ from selfconv.data.stored import CHUNK, Stack
 MIXED_SIZE = 64  # of images that do not have one square size
 MAX_NAMED = 3  # unreadable files in a message
 MEMORY_FRACTION = 0.25  # of the machine's, for images
-CACHE_VERSION = 4  # part of the cache's name
+CACHE_VERSION = 5  # part of the cache's name; it rises when files are read in another way
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,8 @@ def decode_all(
                     _write_cache(reader, layout, folder)
                 except OSError as error:  # images that cannot be read are no OSError
                     raise DataError(
-                        f"{folder}: the decoded images of {what} cannot be written ({error.strerror}): name "
-                        "another folder in $SELFCONV_DATA"
+                        f"{folder}: the decoded images of {what} cannot be written "
+                        f"({error.strerror or error}): name another folder in $SELFCONV_DATA"
                     ) from error
     return _open_cache(folder, limit)
 

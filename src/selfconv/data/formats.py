@@ -1,8 +1,9 @@
-"""Decoders of the formats that Pillow does not read, or reduces to 8 bits: deep TIFF, PNG and PPM files."""
+"""Decoders of the formats that Pillow does not read as they are: TIFF, deep PNG, PGM and PPM files."""
 
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,8 @@ BYTES_PER_PIXEL = 8  # of decoded values, for each of MAX_PIXELS: 16 bits in fou
 DAMAGED = "damaged or truncated"
 ORIENTATION = 0x0112  # EXIF; from 5 on, width and height are exchanged
 _EXTRA_SAMPLES, _ALPHA, _PREMULTIPLIED = 338, (1, 2), 1  # TIFF
+PNM_HEADER = 4096  # bytes in which a header, with its comments, ends
+_PNM = re.compile(rb"P([2356])" + 3 * rb"(?:\s|#[^\r\n]*[\r\n])+(\d{1,9})" + rb"(?:#[^\r\n]*)?\s")
 _UPRIGHT: dict[int, Callable[[NDArray], NDArray]] = {
     2: np.fliplr,
     3: lambda x: np.rot90(x, 2),
@@ -46,7 +49,7 @@ def from_tiff(source: Path | io.BytesIO, max_pixels: int) -> NDArray[Any] | None
     import tifffile
 
     with tifffile.TiffFile(source) as file:
-        series = _only_series(file)
+        series = _only_image(file)
         page = series.keyframe
         lengths = dict(zip(series.axes, series.shape, strict=True))
         check_size(lengths.get("X", 0), lengths.get("Y", 0), max_pixels)
@@ -70,10 +73,13 @@ def from_tiff(source: Path | io.BytesIO, max_pixels: int) -> NDArray[Any] | None
         inks = page.photometric == tifffile.PHOTOMETRIC.SEPARATED
         coloured = page.photometric == tifffile.PHOTOMETRIC.PALETTE and page.colormap is not None
         if series.dtype.itemsize == 1 and (inks or page.photometric == tifffile.PHOTOMETRIC.PALETTE):
+            one = math.prod(series.shape) == math.prod(page.shape)
+            if not one or (inks and not first):
+                kind = "CMYK" if inks else "palette"
+                place = "behind another page" if one else f"of shape {list(series.shape)}"
+                raise UnreadableError(f"expected one {kind} image, on the first page; got one {place}")
             if first and not (turned and coloured):
                 return None
-            if inks:
-                raise UnreadableError("expected an image in inks (CMYK) on the first page")
         channels = {axis: n for axis, n in lengths.items() if axis not in "YX" and n > 1}
         if not {"Y", "X"} <= {*lengths} or len(channels) > 1 or not {*channels} <= {*"CSQI"}:
             described = ", ".join(f"{axis} {n}" for axis, n in lengths.items())
@@ -98,21 +104,36 @@ def from_tiff(source: Path | io.BytesIO, max_pixels: int) -> NDArray[Any] | None
     return to_numbers(_UPRIGHT.get(1 if orientation is None else orientation.value, lambda x: x)(values))
 
 
-def _only_series(file: Any) -> Any:
-    """The pages of a TIFF file that are one image, without smaller copies of it and masks."""
-    whole = [series for series in file.series if not (series.keyframe.is_reduced or series.keyframe.is_mask)]
-    found = whole or file.series
+def _only_image(file: Any) -> Any:
+    """The series of pages of a TIFF file, or the page, that is its image, without smaller copies and masks.
+
+    An OME file lists the images of other files of its set too, which are not its own.
+    """
+    own = [series for series in file.series if series.keyframe.parent is file]
+    if not own:
+        raise UnreadableError(DAMAGED)
+    whole = [series for series in own if not _beside(series.keyframe)]
+    found = whole or own
+    if len(found) == 1 and whole:
+        pages = [page for page in found[0].pages if page is not None]
+        images = [page for page in pages if not _beside(page)]
+        if len(images) < len(pages):  # a mask of the image's own size and type
+            found = images
     if len(found) != 1:
-        described = ", ".join(f"{'×'.join(map(str, series.shape))} {series.dtype}" for series in found[:3])
+        described = ", ".join(f"{'×'.join(map(str, one.shape))} {one.dtype}" for one in found[:3])
         raise UnreadableError(f"expected one image, with its channels; got {len(found)} ({described})")
     return found[0]
+
+
+def _beside(page: Any) -> bool:
+    """Whether a page is a smaller copy or a mask of an image."""
+    return bool(getattr(page, "is_reduced", False) or getattr(page, "is_mask", False))
 
 
 def from_deep_png(source: Path | io.BytesIO, orientation: int) -> NDArray[Any]:
     import imagecodecs
 
-    content = source.read_bytes() if isinstance(source, Path) else source.getvalue()
-    values = imagecodecs.png_decode(content)
+    values = imagecodecs.png_decode(_content(source))
     values = values if values.ndim == 3 else values[..., None]
     if values.shape[2] in (2, 4):
         values = _on_white(values)
@@ -120,26 +141,36 @@ def from_deep_png(source: Path | io.BytesIO, orientation: int) -> NDArray[Any]:
 
 
 def from_pnm(source: Path | io.BytesIO) -> NDArray[Any] | None:
-    """The values of a PGM or PPM as they are written; None if 255 is white: Pillow scales all others."""
-    content = source.read_bytes() if isinstance(source, Path) else source.getvalue()
-    header = re.match(rb"P([2356])" + 3 * rb"(?:\s|#[^\n]*\n)+(\d{1,9})" + rb"(?:#[^\n]*)?\s", content)
-    if header is None:
-        raise UnreadableError(DAMAGED)
-    kind, width, height, white = map(int, header.groups())
-    if white == 255:
+    """The values of a PGM or PPM as they are written; None where Pillow does so: where 255 is white.
+
+    Pillow is also left to judge headers that are not understood.
+    """
+    header = _PNM.match(_content(source, PNM_HEADER))
+    if header is None or int(header[4]) == 255:
         return None
-    if not 1 <= white <= 65535:
-        raise UnreadableError(f"expected values of at most 65535; got {white}")
-    channels = 1 if kind in (2, 5) else 3
+    kind, width, height, white = map(int, header.groups())
+    content, channels = _content(source), 1 if kind in (2, 5) else 3
     number, dtype = width * height * channels, np.uint8 if white < 256 else np.uint16
     if kind in (2, 3):  # in digits
-        digits = re.sub(rb"#[^\n]*", b"", content[header.end() :]).split()
-        values = np.array(digits[:number], np.uint32)
+        digits = re.sub(rb"#[^\r\n]*", b"", content[header.end() :])
+        # of a given count, numbers that are not there would be unwritten memory
+        values = np.fromstring(digits, np.uint32, sep=" ")[:number]
     else:
         values = np.frombuffer(content, np.dtype(dtype).newbyteorder(">"), number, header.end())
-    if values.size < number or values.max() > white:
+    if values.size < number:
         raise UnreadableError(DAMAGED)
+    if values.max() > white:
+        raise UnreadableError(
+            f"expected values up to {white}, which the header calls white; got {values.max()}"
+        )
     return values.astype(dtype).reshape(height, width, channels)
+
+
+def _content(source: Path | io.BytesIO, most: int = -1) -> bytes:
+    if isinstance(source, io.BytesIO):
+        return source.getvalue()[: None if most < 0 else most]
+    with open(source, "rb") as file:
+        return file.read(most)
 
 
 def _on_white(values: NDArray[Any], *, premultiplied: bool = False) -> NDArray[Any]:

@@ -16,7 +16,7 @@ from selfconv._text import escape_for_terminal
 
 MAX_CHANNELS = 16
 CLIPPED_SHARE = 0.001  # warn if more than this fraction of the values is outside the range
-LARGEST = 2**64  # value in a file
+LARGEST = 2**64  # of the limits of a range
 DEEPEST = 65535  # the largest stored value; images are kept in 16 bits at most
 LIMITS = "dtype, or LOW,HIGH with LOW < HIGH"
 LUMA = (0.299, 0.587, 0.114)  # of red, green and blue in grey, as Pillow weights them
@@ -75,7 +75,7 @@ class Clipping:
         if (outside := self.describe()) is not None:
             warnings.warn(
                 f"{what}: {outside} the range {pixels}, and are clipped{others}; --range LOW,HIGH sets "
-                "another",
+                "another range",
                 stacklevel=4,
             )
 
@@ -190,8 +190,9 @@ def parse_range(text: str, *, auto: bool = True) -> tuple[float, float] | None:
         PixelRange(None, low, high)
     except ValueError as error:
         expected = f"auto, {LIMITS}" if auto else LIMITS
-        text = repr(text) + (f" ({error})" if isinstance(error, DataError) and low < high else "")
-        raise DataError(f"range: expected {expected}; got {text}") from None
+        if isinstance(error, DataError) and -math.inf < low < high < math.inf:
+            raise
+        raise DataError(f"range: expected {expected}; got {text!r}") from None
     return low, high
 
 
@@ -221,6 +222,8 @@ def choose_range(
     if only == "uint8":
         return PixelRange()
     low, high = extent()
+    if max(abs(low), abs(high)) > LARGEST:
+        raise DataError(f"{what}: expected values of at most {LARGEST:.2g}; got {low:g} to {high:g}")
     if np.dtype(only).kind == "u" and high <= DEEPEST:
         return PixelRange(only, 0, _full_scale(int(high)))
     return PixelRange(only, low, high if high > low else low + 1)

@@ -105,7 +105,7 @@ class ResNetConfig:
     def changed(cls, stored: Mapping[str, Any], overrides: Mapping[str, Any]) -> ResNetConfig:
         """A configuration with some fields changed, each of which the spatial layer must have.
 
-        Stored configurations are not asked for that: those of earlier versions may hold what has no effect.
+        The stored fields may hold what has no effect, as those of saved networks do.
         """
         config = cls.of(**dict(stored) | dict(overrides))
         shared = {name: value for name, value in overrides.items() if name not in _OF_SOME_KINDS}
@@ -145,7 +145,7 @@ class ResNetConfig:
         for name, least in _LEAST.items():
             if not _is_integer(getattr(self, name), least):
                 raise ValueError(f"{name}: expected an integer ≥ {least}; got {getattr(self, name)!r}")
-            object.__setattr__(self, name, int(getattr(self, name)))  # nor integers
+            object.__setattr__(self, name, int(getattr(self, name)))
         for name, most in _MOST.items():
             if getattr(self, name) > most:
                 raise ValueError(f"{name}: expected an integer ≤ {most}; got {getattr(self, name)}")

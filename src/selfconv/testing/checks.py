@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from selfconv._arguments import is_whole
+from selfconv._arguments import is_whole, what
 from selfconv.groups import Group
 from selfconv.testing.kinds import Kind, as_tuple, default_kind
 from selfconv.testing.leaves import outputs_of, same
@@ -96,15 +96,6 @@ def checked_tensors(x: object) -> tuple[Tensor, ...]:
 def check_values(tensors: Sequence[Tensor]) -> None:
     if any(t.is_meta for t in tensors):
         raise ValueError("x: expected tensors with values; got one on the meta device")
-
-
-def what(given: object) -> str:
-    """A value of a few characters, or else what it is."""
-    if isinstance(given, type):
-        return f"the class {given.__name__}"
-    if given is None or isinstance(given, bool | int | float | str):
-        return repr(given)[:40]
-    return type(given).__name__
 
 
 def check_map(x: object, axes: int) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfconv._arguments import is_number, is_whole
+from selfconv._arguments import is_number, is_whole, what
 from selfconv._resample import round_mask
 from selfconv.groups import Group, get_group
 from selfconv.testing.checks import (
@@ -25,7 +25,6 @@ from selfconv.testing.checks import (
     checked_tensors,
     checked_tolerance,
     shapes_of,
-    what,
     without_gradients,
 )
 from selfconv.testing.kinds import Kind, check_kinds, default_kind, is_sequence, transform

@@ -10,7 +10,7 @@ from pathlib import Path
 from selfconv._files import parse_json, write_json
 from selfconv._memory import keep_memory
 from selfconv._text import escape_for_terminal, format_duration
-from selfconv.data import DataInfo, Dataset, PixelRange
+from selfconv.data import DataInfo, Dataset, PixelRange, warn_about_classes
 from selfconv.models import count_parameters
 from selfconv.train.config import RunConfig
 from selfconv.train.distributed import broadcast_object
@@ -57,6 +57,8 @@ def train(
     accelerator = make_accelerator(config.hardware)
     config = broadcast_object(config)
     data = open_data(config, folder=Path(out) if resume else None)
+    if accelerator.is_main_process:
+        warn_about_classes(data)
     trainer = Trainer(config, data, accelerator)
     total = config.recipe.epochs * len(trainer.batches)
     visible = accelerator.is_main_process and not quiet

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from selfconv._text import count
 from selfconv.data import (
     Clipping,
     DataError,
@@ -152,7 +153,7 @@ def predict_each(
                 watch(start + len(chunk), len(files))
     if clipped:
         worst = max(clipped, key=lambda file: clipped[file].share)
-        others = f"; {len(clipped) - 1} other files have such values too" if len(clipped) > 1 else ""
+        others = f"; so are some of {count(len(clipped) - 1, 'other file')}" if len(clipped) > 1 else ""
         clipped[worst].warn(f"{trained.name}: {worst}", pixels, others)
 
 

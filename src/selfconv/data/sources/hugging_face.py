@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -24,30 +25,31 @@ def list_parquet(path: Path, group_by: str | None) -> Listing:
         stem = file.stem.lower()
         part = next((part for name, part in PARTS.items() if stem.startswith(name)), "train")
         files.setdefault(part if path.is_dir() else "train", []).append(str(file))
+    listing = _list(str(path), path.stem, {"path": "parquet", "data_files": files}, group_by)
     _check_class_names(str(path), [Path(name) for names in files.values() for name in names])
-    return _list(str(path), path.stem, {"path": "parquet", "data_files": files}, group_by)
+    return listing
 
 
 def _check_class_names(what: str, files: list[Path]) -> None:
-    """Raises DataError if two files have other names for the numbers in a column of labels."""
-    require("Parquet files and Hugging Face data sets", "datasets")
+    """Raises DataError if two files have other names for the numbers in the column of labels."""
     import datasets
     import pyarrow.parquet
 
-    first: dict[str, tuple[Path, list[str]]] = {}
+    first: tuple[Path, list[str]] | None = None
     for file in files:
-        try:
-            features = datasets.Features.from_arrow_schema(pyarrow.parquet.read_schema(file))
-        except Exception:  # damaged: the whole cannot be loaded, which is reported then
+        features = datasets.Features.from_arrow_schema(pyarrow.parquet.read_schema(file))
+        label = _label_column(what, features)
+        names = getattr(features[label], "names", None)
+        if names is None:
             continue
-        for column, kind in features.items():
-            if isinstance(kind, datasets.ClassLabel):
-                other, names = first.setdefault(column, (file, kind.names))
-                if names != kind.names:
-                    raise DataError(
-                        f"{what}: expected the same class names in every file; {other.name} has "
-                        f"{', '.join(names)} and {file.name} {', '.join(kind.names)}, in this order"
-                    )
+        other, known = first = first or (file, names)
+        if names != known:
+            both = enumerate(zip_longest(known, names))
+            number, (expected, found) = next((i, pair) for i, pair in both if pair[0] != pair[1])
+            raise DataError(
+                f"{what}: expected the same class names in every file; {number} in {label!r} is {expected!r} "
+                f"in {other.name} and {found!r} in {file.name}"
+            )
 
 
 def list_hub(source: str, group_by: str | None) -> Listing:
@@ -64,18 +66,21 @@ def _list(what: str, name: str, options: dict[str, Any], group_by: str | None) -
     import datasets
 
     datasets.disable_progress_bars()
+    verbosity = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # our errors report what is wrong
     try:
         found = datasets.load_dataset(**options)
     except Exception as error:  # its own and those of the network, of pyarrow and of files
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"{what}: cannot be loaded by datasets ({type(error).__name__}: {reason})") from error
+    finally:
+        datasets.logging.set_verbosity(verbosity)
     parts = {PARTS[part]: found[part] for part in found if part in PARTS}
     if "train" not in parts:
         raise DataError(f"{what}: expected a split called train; got {', '.join(map(str, found))}")
     features = parts["train"].features
     image = _column(what, features, "image", lambda kind: isinstance(kind, datasets.Image))
-    label = _column(what, features, "label", lambda kind: isinstance(kind, datasets.ClassLabel))
+    label = _label_column(what, features)
     if group_by is not None and group_by not in features:
         raise GroupError(
             f"{what}: group_by: expected one of the columns {', '.join(features)}; got {group_by!r}"
@@ -103,6 +108,12 @@ def _content(rows: Any, column: str, index: int) -> bytes:
     return cell["bytes"] if cell["bytes"] is not None else Path(cell["path"]).read_bytes()
 
 
+def _label_column(what: str, features: Any) -> str:
+    import datasets
+
+    return _column(what, features, "label", lambda kind: isinstance(kind, datasets.ClassLabel))
+
+
 def _column(what: str, features: Any, usual: str, fits: Callable[[Any], bool]) -> str:
     """The only column of a kind, or the one with the usual name."""
     fitting = [column for column, kind in features.items() if fits(kind)]
@@ -118,7 +129,7 @@ def _classes(what: str, rows: Any, label: str) -> list[Any]:
     names = getattr(rows.features[label], "names", None)
     if names is not None:
         return list(names)
-    values = rows[label]
+    values = list(rows[label])
     for row, value in enumerate(values):
         if not isinstance(value, str | int | float) or type(value) is not type(values[0]):
             kinds = "a text or a number, of one type,"

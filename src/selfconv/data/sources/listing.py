@@ -309,7 +309,7 @@ def _rows(path: Path) -> list[tuple[int, dict[str, str]]]:
             rows = [(reader.line_num, row) for row in reader]
     except (ValueError, csv.Error) as error:
         raise DataError(f"{path}: expected a CSV file in UTF-8 ({error})") from None
-    if twice := [column for column in columns if columns.count(column) > 1]:
+    if twice := [column for column in columns if column and columns.count(column) > 1]:
         raise DataError(f"{path}: expected every column once; got {twice[0]!r} {len(twice)} times")
     if not rows:
         raise DataError(f"{path}: expected a line of column names and a line for each image; got none")

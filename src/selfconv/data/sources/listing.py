@@ -210,11 +210,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 def _visible(folder: Path) -> list[Path]:
     """What is in a folder, in order of name, but nothing hidden."""
-    found = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
-    for path in found:
-        if path.suffix.lower() in IMAGE_SUFFIXES and path.is_symlink() and not path.exists():
-            raise DataError(f"{path}: a link to a file that does not exist")
-    return found
+    return [path for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
 
 
 def _items(path: Path, name: str, what: Path) -> list[Item]:
@@ -309,8 +305,9 @@ def _rows(path: Path) -> list[tuple[int, dict[str, str]]]:
             rows = [(reader.line_num, row) for row in reader]
     except (ValueError, csv.Error) as error:
         raise DataError(f"{path}: expected a CSV file in UTF-8 ({error})") from None
-    if twice := [column for column in columns if column and columns.count(column) > 1]:
-        raise DataError(f"{path}: expected every column once; got {twice[0]!r} {len(twice)} times")
+    for column in filter(None, columns):
+        if (times := columns.count(column)) > 1:
+            raise DataError(f"{path}: expected every column once; got {column!r} {times} times")
     if not rows:
         raise DataError(f"{path}: expected a line of column names and a line for each image; got none")
     if long := [number for number, row in rows if "more" in row]:

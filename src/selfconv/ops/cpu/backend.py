@@ -230,7 +230,7 @@ class Tiling(NamedTuple):
     """How the kernels cut calls of one shape into tasks, and where their memory is."""
 
     sizes: Sizes
-    window: np.ndarray  # offsets in a tile of the window's cells, from its first corner
+    window: np.ndarray  # of each cell: rows below the centre, then the offset of its column in a tile
     images: np.ndarray  # which image and which head of its block a lane has
     heads: np.ndarray
     shares: int  # number of partial sums of the filter gradients
@@ -279,26 +279,28 @@ def make_tiling(
     columns = math.ceil(w / PARTS) * PARTS
     # zeros left of a row are those right of the row before; rows and planes begin at an even column
     stride = _even(columns + (2 if padded else 1) * margin) * lanes
-    plane = (strip + 2 * halo) * stride + _even(margin + 1) * lanes
+    rows = min(strip + 2 * halo, h + 2 * border * padded)
+    plane = (1 + rows) * stride + _even(margin + 1) * lanes
     neighbours = (order * (c_k + c_v) + exclude) * plane
     filters = planes * taps * (order + 1) * (c_k + c_v) * lanes
     size = planes * (walks * c_k + c_v + 1) * plane + 2 * walks * (neighbours + lanes)
     size += (2 * walks - 1) * filters + (2 if walks == 1 else 4 + 2 * c_k) * taps * PARTS * lanes
-    size = math.ceil(size / (2 * lanes)) * 2 * lanes  # whole cache lines, each thread its own
+    line = 2 * lanes  # each thread has whole cache lines of its own
+    cells = math.ceil(taps * 8 / itemsize / line) * line
+    size = cells + math.ceil(size / line) * line
 
     tasks = batches * head_blocks * strips
     chunk = head_blocks * strips if batches >= 2 * threads else 1  # whole images stay on one core
     sizes = Sizes(
-        tasks, chunk, size, n, planes, h, w, c_k, c_v, taps, (taps - 1).bit_length(), border, margin,
+        tasks, chunk, size, cells, n, planes, h, w, c_k, c_v, taps, (taps - 1).bit_length(), border, margin,
         border * padded, margin * padded, exclude, lane_images, lane_heads, head_blocks, batch, strip, strips,
-        halo, stride, plane, columns, neighbours,
+        halo, rows, stride, plane, columns, neighbours,
     )  # fmt: skip
-    rows, cells = (np.arange(k) * d for k, d in zip(window.size, window.dilation, strict=True))
-    offsets = rows[:, None] * stride + cells * lanes + cells % 2 * (neighbours + lanes)  # odd: in the copy
-    return Tiling(
-        sizes, offsets.ravel(), *np.divmod(np.arange(lanes), lane_heads), batches * strips,
-        (min(threads, tasks), size),
-    )  # fmt: skip
+    i, j = (np.arange(k) * d for k, d in zip(window.size, window.dilation, strict=True))
+    offsets = j * lanes + j % 2 * (neighbours + lanes)  # odd: in the copy
+    cells_of_window = np.concatenate([np.repeat(i - border, len(j)), np.tile(offsets, len(i))])
+    images = np.divmod(np.arange(lanes), lane_heads)
+    return Tiling(sizes, cells_of_window, *images, batches * strips, (min(threads, tasks), size))
 
 
 def _even(columns: int) -> int:

@@ -91,7 +91,7 @@ def add_product(factor, affine, so_far, out, affines, t, entry):
 
 
 @njit(forceinline=True, **options)
-def add_products(planes, pair, window, a, unit, x, side, c, corner, sizes, so_far, out, affines):
+def add_products(planes, pair, cells, a, unit, x, side, c, column, sizes, so_far, out, affines):
     """out[t] = so_far[t] + unit · a_c(x) · A_c[t], of one plane or of two."""
     R, D, taps, plane = len(planes), len(pair), sizes.taps, sizes.plane
     other = taps * side.channels * (R + 1) * lanes_of(a)
@@ -100,7 +100,7 @@ def add_products(planes, pair, window, a, unit, x, side, c, corner, sizes, so_fa
     for t in range(taps):
         entry = c * taps + t
         affine, affine2 = affine_maps(
-            planes, pair, side, corner + window[t] + c * R * plane, plane, entry, other
+            planes, pair, side, column + cells[t] + c * R * plane, plane, entry, other
         )
         add_product(factor, affine, so_far, out, affines, t, entry)
         if D == 2:
@@ -108,19 +108,19 @@ def add_products(planes, pair, window, a, unit, x, side, c, corner, sizes, so_fa
 
 
 @njit(**options)
-def products(planes, pair, window, a, unit, x, side, corner, sizes, out, affines):
+def products(planes, pair, cells, a, unit, x, side, column, sizes, out, affines):
     """out[t] = Σ_c unit · a_c(x) · A_c[t], of one plane or of two; A goes to ``affines``, if not None."""
-    add_products(planes, pair, window, a, unit, x, side, 0, corner, sizes, None, out, affines)
+    add_products(planes, pair, cells, a, unit, x, side, 0, column, sizes, None, out, affines)
     for c in range(1, side.channels):
-        add_products(planes, pair, window, a, unit, x, side, c, corner, sizes, out, out, affines)
+        add_products(planes, pair, cells, a, unit, x, side, c, column, sizes, out, out, affines)
 
 
 @njit(**options)
-def exclude(scores, outside, window, corner, taps):
+def exclude(scores, outside, cells, column, taps):
     """Adds −∞ to the scores of neighbours outside the image, where the tile ``outside`` has it."""
     step = PARTS * lanes_of(scores)
     for t in range(taps):
-        store(scores, t * step, load(scores, t * step) + load(outside, corner + window[t]))
+        store(scores, t * step, load(scores, t * step) + load(outside, column + cells[t]))
 
 
 @njit(**options)
@@ -154,13 +154,14 @@ def softmax(scores, shift, taps_up, taps, logs, x):
 
 @njit(**options)
 def attend(
-    planes, pair, window, unit, shift, taps_up, q, keys, values, row, sizes, out, logs, outside, alpha
+    planes, pair, cells, unit, shift, taps_up, q, keys, values, row, sizes, out, logs, outside, alpha
 ):  # fmt: skip
     """Output and log2-sum-exp2 along a row of one plane, or of two.
 
     Args:
         unit: of the scores: scale · log2(e).
-        row: where its first window begins.
+        cells: where the cells of its windows are.
+        row: where its first position is.
         outside: the tile of ``exclude``, if neighbours are excluded.
         alpha: room for α of one vector of positions.
     """
@@ -169,19 +170,19 @@ def attend(
     step = PARTS * lanes
     alpha2 = advance(alpha, taps * step)
     other = taps * values.channels * (R + 1) * lanes
-    for corner in range(row, row + sizes.columns * lanes, step):
-        x = corner + sizes.border * sizes.stride + sizes.margin * lanes
-        products(planes, pair, window, q, unit, x, keys, corner, sizes, alpha, None)
+    for column in range(0, sizes.columns * lanes, step):
+        x = row + column
+        products(planes, pair, cells, q, unit, x, keys, column, sizes, alpha, None)
         if sizes.exclude:
             for d in range(D):
-                exclude(advance(alpha, d * taps * step), outside, window, corner, taps)
+                exclude(advance(alpha, d * taps * step), outside, cells, column, taps)
         total = softmax(alpha, shift, taps_up, taps, logs, x)
         total2 = softmax(alpha2, shift, taps_up, taps, logs, x + plane) if D == 2 else total
         for c in range(values.channels):
             first = second = zeros(q)
             for t in range(taps):
                 affine, affine2 = affine_maps(
-                    planes, pair, values, corner + window[t] + c * R * plane, plane, c * taps + t, other
+                    planes, pair, values, column + cells[t] + c * R * plane, plane, c * taps + t, other
                 )
                 first = fma(load(alpha, t * step), affine, first)
                 if D == 2:
@@ -221,7 +222,7 @@ def softmax_backward(q, logs, channels, x, sizes, alpha, ds, dq, affines):
 
 
 @njit(**options)
-def affine_map_backward(planes, pair, window, weights, a, x, side, corner, sizes, gradient, sums):
+def affine_map_backward(planes, pair, cells, weights, a, x, side, column, sizes, gradient, sums):
     """Adds the gradients of f, ψ and β, given the gradient of the affine map A_c[t], e = weights[t] · a_c.
 
     Args:
@@ -235,7 +236,7 @@ def affine_map_backward(planes, pair, window, weights, a, x, side, corner, sizes
         first = load(a, x + c * plane)
         second = load(a, x + (c + (D - 1) * side.channels) * plane)
         for t in range(taps):
-            at, entry = corner + window[t] + c * R * plane, (c * taps + t) * (R + 1) * lanes
+            at, entry = column + cells[t] + c * R * plane, (c * taps + t) * (R + 1) * lanes
             e = load(weights, t * step) * first
             accumulate(sums, entry + R * lanes, e)
             if D == 2:
@@ -254,7 +255,7 @@ def affine_map_backward(planes, pair, window, weights, a, x, side, corner, sizes
 
 @njit(**options)
 def row_backward(
-    planes, pair, window, unit, scale, q, g, logs, keys, values, row, sizes,
+    planes, pair, cells, unit, scale, q, g, logs, keys, values, row, sizes,
     outside, dq, d_keys, d_values, sums_k, sums_v, alpha, ds, affines,
 ):  # fmt: skip
     """All gradients along a row of one plane or two.
@@ -265,17 +266,17 @@ def row_backward(
     lanes = lanes_of(q)
     step = PARTS * lanes
     plane, room = sizes.plane, sizes.taps * step
-    for corner in range(row, row + sizes.columns * lanes, step):
-        x = corner + sizes.border * sizes.stride + sizes.margin * lanes
-        products(planes, pair, window, q, unit, x, keys, corner, sizes, alpha, affines)
-        products(planes, pair, window, g, scale, x, values, corner, sizes, ds, None)
+    for column in range(0, sizes.columns * lanes, step):
+        x = row + column
+        products(planes, pair, cells, q, unit, x, keys, column, sizes, alpha, affines)
+        products(planes, pair, cells, g, scale, x, values, column, sizes, ds, None)
         for d in range(len(pair)):
             if sizes.exclude:
-                exclude(advance(alpha, d * room), outside, window, corner, sizes.taps)
+                exclude(advance(alpha, d * room), outside, cells, column, sizes.taps)
             softmax_backward(
                 q, advance(logs, d * plane), keys.channels, x, sizes, advance(alpha, d * room),
                 advance(ds, d * room), advance(dq, d * keys.channels * plane),
                 advance(affines, d * keys.channels * room),
             )  # fmt: skip
-        affine_map_backward(planes, pair, window, alpha, g, x, values, corner, sizes, d_values, sums_v)
-        affine_map_backward(planes, pair, window, ds, q, x, keys, corner, sizes, d_keys, sums_k)
+        affine_map_backward(planes, pair, cells, alpha, g, x, values, column, sizes, d_values, sums_v)
+        affine_map_backward(planes, pair, cells, ds, q, x, keys, column, sizes, d_keys, sums_k)

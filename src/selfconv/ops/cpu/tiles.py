@@ -1,9 +1,11 @@
 """The memory of the CPU kernels: tiles, and what goes between them and the caller's tensors.
 
 A tile holds one channel and plane of a block of heads and images: ``[rows, columns, lanes]``, a lane for
-each head of each image. It has a border, so that no window needs a branch: ``halo`` rows above and below,
-``margin`` columns left of each row. The border holds zeros, and then the columns left of a row serve the row
-before as its right border too; or, as far as ``reach``, features that the caller has there.
+each head of each image. It has a border, so that no window needs a branch: a first row, and ``margin``
+columns left of each row. The border holds zeros, and the columns left of a row serve the row before as its
+right border too; or, as far as ``reach``, it holds features that the caller has there. For each row of
+positions ``aim`` computes where the cells of a window are. Those above and below the image are all in the
+first row, so that a tile has no more rows the further a window reaches.
 
 The widest registers hold two columns, a cache line. At an odd column offset such a load would cross two
 lines, at twice the cost of one. So what windows reach, ``neighbours`` numbers in all, exists twice: the copy
@@ -33,8 +35,8 @@ COUNTERS = 2
 Addresses = namedtuple("Addresses", "scratch scale window table_k table_v")
 Sizes = namedtuple(
     "Sizes",
-    "tasks chunk scratch images planes height width c_k c_v taps shift border margin reach_i reach_j exclude "
-    "lane_images lane_heads head_blocks batch strip strips halo stride plane columns neighbours",
+    "tasks chunk scratch cells images planes height width c_k c_v taps shift border margin reach_i reach_j "
+    "exclude lane_images lane_heads head_blocks batch strip strips halo rows stride plane columns neighbours",
 )
 # Features [N, C, P, h, w] of the caller: address and strides; then the channels of a head, how far apart
 # blocks of images and of heads are, and the address of a table that says where each lane's head begins.
@@ -44,8 +46,8 @@ MAPS = SIZES + len(Sizes._fields)
 MAP = len(Map._fields)
 
 # A task: blocks of images from first to last, a block of heads, rows from start to stop. The rows whose
-# windows reach its own are those from above to below.
-Task = namedtuple("Task", "first last heads start stop above below")
+# windows reach its own are those from above to below. Its tiles have the row top after the row of zeros.
+Task = namedtuple("Task", "first last heads start stop above below top")
 
 options = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 # Only kernels call these functions; a quarter of the time to compile would go into calls from elsewhere.
@@ -70,7 +72,8 @@ def read_task(task, sizes):
     first, last = batch * sizes.batch, min((batch + 1) * sizes.batch, blocks)
     start, stop = strip * sizes.strip, min((strip + 1) * sizes.strip, sizes.height)
     above, below = max(start - sizes.border, 0), min(stop + sizes.border, sizes.height)
-    return Task(first, last, heads, start, stop, above, below)
+    top = max(start - sizes.halo, -sizes.reach_i)
+    return Task(first, last, heads, start, stop, above, below, top)
 
 
 @njit(**options)
@@ -88,14 +91,26 @@ def owned(start, stop, sizes):
 
 
 @njit(**options)
+def aim(window, i, task, sizes, cells):
+    """Where in a tile the cells of windows around row i are, counted from the column of their left ones.
+
+    Args:
+        window: of each cell first how far below the centre it is, then the offset of its column.
+    """
+    for t in range(sizes.taps):
+        y = i + window[t]
+        inside = -sizes.reach_i <= y and y < sizes.height + sizes.reach_i
+        cells[t] = window[sizes.taps + t] + (row_number(y, task) * sizes.stride if inside else 0)
+
+
+@njit(**options)
 def mark_outside(task, sizes, tile):
     """A tile that is 0 inside the image and −∞ outside, and its copy: added to a score, it excludes."""
     lanes, copied = lanes_of(tile), copy_of(tile, sizes)
     for i in range(sizes.plane):
         tile[i] = -np.inf
         copied[i] = -np.inf
-    first = max(task.start - sizes.halo, 0)
-    for i in range(first, min(task.start + sizes.strip + sizes.halo, sizes.height)):
+    for i in range(task.top, min(task.top + sizes.rows, sizes.height)):
         row = advance(rows_from(i, tile, task, sizes), sizes.margin * lanes)
         clear(row, sizes.width * lanes)
         clear(copy_of(row, sizes), sizes.width * lanes)
@@ -143,8 +158,14 @@ def add_copies(tiles, number, first, stop, task, sizes):
 
 
 @njit(**options)
+def row_number(i, task):
+    """Of a row of the image in a tile."""
+    return 1 + i - task.top
+
+
+@njit(**options)
 def rows_from(first, tile, task, sizes):
-    return advance(tile, (first - task.start + sizes.halo) * sizes.stride)
+    return advance(tile, row_number(first, task) * sizes.stride)
 
 
 @njit(**options)
@@ -159,12 +180,12 @@ def copy(inward, features, block, task, first, stop, reach, planes, c_step, p_st
     present = min(sizes.images - block * sizes.lane_images, sizes.lane_images) * sizes.lane_heads
     begin = block * features.block_n + task.heads * features.block_h - reach * features.j
     outside = advance(pointer(features.data, tiles), begin)
-    inside = advance(tiles, (sizes.halo - task.start) * sizes.stride + (sizes.margin - reach) * lanes)
+    inside = advance(rows_from(first, tiles, task, sizes), (sizes.margin - reach) * lanes)
     for p in range(planes):
         for i in range(first, stop):
             copy_row(
                 inward, features, advance(outside, p * features.p + i * features.i), present,
-                sizes.width + 2 * reach, c_step, advance(inside, p * p_step + i * sizes.stride),
+                sizes.width + 2 * reach, c_step, advance(inside, p * p_step + (i - first) * sizes.stride),
             )  # fmt: skip
 
 

@@ -22,10 +22,10 @@ from selfconv.ops.cpu.tiles import (
     MAP,
     MAPS,
     add_copies,
+    aim,
     clear,
     clear_sums,
     copy,
-    copy_of,
     fill_copies,
     mark_outside,
     owned,
@@ -34,6 +34,7 @@ from selfconv.ops.cpu.tiles import (
     read_map,
     read_table,
     read_task,
+    row_number,
     write_sums,
 )
 
@@ -66,6 +67,7 @@ def forward_worker(name, order):
     The kernel is a closure, not a function that takes these as arguments: Numba would compile that twice.
     """
     dtype, planes, pair = np.dtype(name).type, _of_length(order), _pair(order)
+    itemsize = np.dtype(name).itemsize
 
     @native(_signature, f"forward-{name}-{order}")
     def worker(args):
@@ -81,9 +83,11 @@ def forward_worker(name, order):
         query, key, value = read_map(args, 0), read_map(args, 1), read_map(args, 2)
         out, lse = read_map(args, 3), read_map(args, 4)
 
-        q = advance(pointer(addresses.scratch, dtype), fetch_add(args, 0, 1) * sizes.scratch)
+        scratch = fetch_add(args, 0, 1) * sizes.scratch
+        cells = pointer(addresses.scratch + scratch * itemsize, np.int64)
+        q = advance(pointer(addresses.scratch, dtype), scratch + sizes.cells)
         lanes = lanes_of(q)
-        clear(q, sizes.scratch)
+        clear(q, sizes.scratch - sizes.cells)
         o = advance(q, P * c_k * plane)  # [P, c, rows, columns, lanes], as q
         logs = advance(o, P * c_v * plane)
         k = advance(logs, P * plane)
@@ -112,18 +116,16 @@ def forward_worker(name, order):
                 if sizes.exclude:
                     mark_outside(task, sizes, outside)
                 for b in range(task.first, task.last):
-                    if sizes.strips > 1:  # else nothing writes where the border is
-                        clear(k, tiles * plane)
-                        clear(copy_of(k, sizes), tiles * plane)
                     copy(inward, query, b, task, start, stop, none, P, plane, c_k * plane, sizes, q)
                     copy(inward, key, b, task, top, bottom, reach, R, R * plane, plane, sizes, k)
                     copy(inward, value, b, task, top, bottom, reach, R, R * plane, plane, sizes, v)
                     fill_copies(k, tiles, top, bottom, task, sizes)
                     for i in range(start, stop):
-                        row = (i - start + sizes.halo - sizes.border) * sizes.stride
+                        aim(window, i, task, sizes, cells)
+                        row = row_number(i, task) * sizes.stride + sizes.margin * lanes
                         for p in range(0, P, len(pair)):
                             attend(
-                                planes, pair, window, unit, shift, taps_up, advance(q, p * c_k * plane),
+                                planes, pair, cells, unit, shift, taps_up, advance(q, p * c_k * plane),
                                 of_plane(planes, keys, p, sizes), of_plane(planes, values, p, sizes), row,
                                 sizes, advance(o, p * c_v * plane), advance(logs, p * plane), outside, alpha,
                             )  # fmt: skip
@@ -137,6 +139,7 @@ def forward_worker(name, order):
 def backward_worker(name, order):
     """The backward pass as a native function, for one dtype and R = order."""
     dtype, planes, pair = np.dtype(name).type, _of_length(order), _pair(order)
+    itemsize = np.dtype(name).itemsize
 
     @native(_signature, f"backward-{name}-{order}")
     def worker(args):
@@ -155,9 +158,11 @@ def backward_worker(name, order):
         d_table_k, d_table_v = args[MAPS + 8 * MAP], args[MAPS + 8 * MAP + 1]
         shared = d_key.data == d_value.data  # key and value are one tensor: so is their gradient
 
-        q = advance(pointer(addresses.scratch, dtype), fetch_add(args, 0, 1) * sizes.scratch)
+        scratch = fetch_add(args, 0, 1) * sizes.scratch
+        cells = pointer(addresses.scratch + scratch * itemsize, np.int64)
+        q = advance(pointer(addresses.scratch, dtype), scratch + sizes.cells)
         lanes = lanes_of(q)
-        clear(q, sizes.scratch)
+        clear(q, sizes.scratch - sizes.cells)
         dq = advance(q, P * c_k * plane)  # [P, c, rows, columns, lanes], as q
         g = advance(dq, P * c_k * plane)
         logs = advance(g, P * c_v * plane)
@@ -195,9 +200,6 @@ def backward_worker(name, order):
                     mark_outside(task, sizes, outside)
                 clear(own_sums, entries * (c_k + c_v) * lanes)
                 for b in range(task.first, task.last):
-                    if sizes.strips > 1:  # else nothing writes where the border is
-                        clear(k, tiles * plane)
-                        clear(copy_of(k, sizes), tiles * plane)
                     copy(inward, query, b, task, above, below, none, P, plane, c_k * plane, sizes, q)
                     copy(inward, grad, b, task, above, below, none, P, plane, c_v * plane, sizes, g)
                     copy(inward, lse, b, task, above, below, none, P, plane, plane, sizes, logs)
@@ -206,13 +208,14 @@ def backward_worker(name, order):
                     fill_copies(k, tiles, top, bottom, task, sizes)
                     clear_sums(d_k, tiles, first_own, last_own, task, sizes)
                     for i in range(above, below):
-                        row = (i - start + sizes.halo - sizes.border) * sizes.stride
+                        aim(window, i, task, sizes, cells)
+                        row = row_number(i, task) * sizes.stride + sizes.margin * lanes
                         # rows of other strips have a part in this one's gradients of keys and values alone
                         sums = own_sums if start <= i < stop else others_sums
                         for p in range(0, P, len(pair)):
                             first = p * sizes.taps * (R + 1) * lanes
                             row_backward(
-                                planes, pair, window, unit, scale, advance(q, p * c_k * plane),
+                                planes, pair, cells, unit, scale, advance(q, p * c_k * plane),
                                 advance(g, p * c_v * plane), advance(logs, p * plane),
                                 of_plane(planes, keys, p, sizes), of_plane(planes, values, p, sizes), row,
                                 sizes, outside, advance(dq, p * c_k * plane), d_k, d_v,

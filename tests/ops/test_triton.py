@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -101,12 +102,14 @@ def test_an_empty_batch() -> None:
 def test_operators() -> None:
     """Schema, autograd registration, fake tensors and tracing with symbolic sizes."""
     tensors = call("z2", 1, missing=("psi_k", "beta_v")).tensors().values()
-    checked = check_call(*detached(tensors), kernel_size=1, num_heads=1, scale=None, group="z2")  # type: ignore[arg-type]
-    filters = (
+    given: Any = detached(tensors)
+    features, filters = tuple(given[:3]), tuple(given[3:])
+    checked = check_call(features, filters, kernel_size=1, num_heads=1, scale=None, group="z2")
+    steered = (
         *checked.steered(checked.psi_k, checked.beta_k),
         *checked.steered(checked.psi_v, checked.beta_v),
     )
-    arguments = (checked.query, checked.key, checked.value, *filters)
+    arguments = (checked.query, checked.key, checked.value, *steered)
     window = [1, 1, 1, 1, 0, 0]
     leaves = [None if t is None else t.clone().requires_grad_() for t in arguments]
     torch.library.opcheck(torch.ops.selfconv.triton_forward.default, (*leaves, window, 1, checked.scale))
@@ -189,7 +192,7 @@ def train(dtype, group, f_shape, psi_shape, **window):
     f = torch.zeros(f_shape, dtype=dtype, requires_grad=True)
     psi = torch.zeros(psi_shape, dtype=dtype, requires_grad=True)
     call = _call.check_call(
-        f, f, f, psi, None, None, psi.sum(1) if psi.dim() == 4 else psi,
+        (f, f, f), (psi, None, None, psi.sum(1) if psi.dim() == 4 else psi),
         kernel_size=None, num_heads=1, scale=None, group=group, **window,
     )
     backend.run(call).sum().backward()

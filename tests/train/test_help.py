@@ -13,7 +13,7 @@ from helpers.tiny_runs import run_cli, same_weights, tiny_config, tiny_data
 from safetensors.torch import load_file
 
 from selfconv.data import Augment, Batches, load_data
-from selfconv.train import Interrupted, Recipe, Run, StopSignals, find_learning_rate, train
+from selfconv.train import Interrupted, Recipe, Run, StopSignals, augmentation, find_learning_rate, train
 from selfconv.train.files.record import BestEpoch, EpochMetrics
 from selfconv.train.files.state import State
 from selfconv.train.lr_range import LearningRateRange, smooth
@@ -136,6 +136,13 @@ class TestLooks:
         assert torch.equal(plain, batch(Augment(flip=True, pad=1, erase=0.0)))
         recipe = Recipe()
         assert not any((recipe.brightness, recipe.contrast, recipe.colour, recipe.erase))
+
+    def test_a_recipe_names_them_all(self) -> None:
+        changes: dict[str, Any] = {
+            "flip": False, "pad": 3, "rotate": "any",
+            "brightness": 0.1, "contrast": 0.2, "colour": 0.3, "erase": 0.4,
+        }  # fmt: skip
+        assert augmentation(Recipe(**changes)) == Augment(**changes)
 
     def test_brightness(self) -> None:
         change = (batch(Augment(brightness=0.2)) - batch(None)) * 0.5

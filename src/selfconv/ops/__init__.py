@@ -126,7 +126,7 @@ def affine_self_conv(
         The aggregated values, in the shape and dtype of ``value``; with ``lifting``, and the group axis.
     """
     call = check_call(
-        query, key, value, psi_k, beta_k, psi_v, beta_v,
+        (query, key, value), (psi_k, beta_k, psi_v, beta_v),
         kernel_size=kernel_size, num_heads=num_heads, scale=scale, group=group,
         dilation=dilation, padding_mode=padding_mode, lifting=lifting,
     )  # fmt: skip
@@ -172,7 +172,7 @@ def affine_self_conv_packed(
         channels: (C_k, C_k, C_v), or (C_k, C_k).
     """
     call = check_call(
-        *split_packed(packed, channels), psi_k, beta_k, psi_v, beta_v,
+        split_packed(packed, channels), (psi_k, beta_k, psi_v, beta_v),
         kernel_size=kernel_size, num_heads=num_heads, scale=scale, group=group,
         dilation=dilation, padding_mode=padding_mode, lifting=lifting,
     )  # fmt: skip
@@ -212,7 +212,7 @@ def explain(
     """Which backend ``affine_self_conv`` would select for these arguments, and why not each of the others."""
     return explain_call(
         check_call(
-            query, key, value, psi_k, beta_k, psi_v, beta_v,
+            (query, key, value), (psi_k, beta_k, psi_v, beta_v),
             kernel_size=kernel_size, num_heads=num_heads, scale=scale, group=group,
             dilation=dilation, padding_mode=padding_mode, lifting=lifting,
         )
@@ -231,7 +231,7 @@ def affine_conv(f: Tensor, psi: Tensor, beta: Tensor | None, *, group: str | Gro
     check_float("psi", psi)
     # as its own query and key, every check of the full operation applies
     call: Call = check_call(
-        f, f, f, None, None, psi, beta, kernel_size=None, num_heads=1, scale=None, group=group
+        (f, f, f), (None, None, psi, beta), kernel_size=None, num_heads=1, scale=None, group=group
     )
     psi_v, beta_v = call.steered(call.psi_v, call.beta_v)
     assert psi_v is not None

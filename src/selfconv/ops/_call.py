@@ -14,6 +14,9 @@ from selfconv._arguments import is_number, is_whole, of_python, what
 from selfconv.groups import Group, get_group
 from selfconv.ops._window import Pair, Window, make_window
 
+Features = tuple[Tensor, Tensor, Tensor]  # query, key, value
+Filters = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # ψ^K, β^K, ψ^V, β^V
+
 
 @dataclass(frozen=True)
 class Call:
@@ -83,13 +86,8 @@ def owned(t: Tensor) -> Tensor:
 
 
 def check_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    psi_k: Tensor | None,
-    beta_k: Tensor | None,
-    psi_v: Tensor | None,
-    beta_v: Tensor | None,
+    features: Features,
+    filters: Filters,
     *,
     kernel_size: int | Pair | None,
     num_heads: int,
@@ -101,9 +99,10 @@ def check_call(
 ) -> Call:
     """Checks all arguments; each error restates what was given."""
     group = get_group(group)
-    features = {"query": query, "key": key, "value": value}
-    filters = {"psi_k": psi_k, "beta_k": beta_k, "psi_v": psi_v, "beta_v": beta_v}
-    given = features | {name: t for name, t in filters.items() if t is not None}
+    (query, key, value), (psi_k, beta_k, psi_v, beta_v) = features, filters
+    named_features = {"query": query, "key": key, "value": value}
+    named_filters = {"psi_k": psi_k, "beta_k": beta_k, "psi_v": psi_v, "beta_v": beta_v}
+    given = named_features | {name: t for name, t in named_filters.items() if t is not None}
     for name, t in given.items():
         check_float(name, t)
     devices = {str(t.device) for t in given.values()}
@@ -114,31 +113,30 @@ def check_call(
     planar = lifting or len(group) == 1
     layout = "[N, C, h, w]" if planar else f"[N, C, {len(group)}, h, w]"
     where = f"to be lifted to group {group.name!r}" if lifting else f"on group {group.name!r}"
-    for name, t in features.items():
+    for name, t in named_features.items():
         if t.dim() != (4 if planar else 5) or not (planar or t.shape[2] == len(group)):
             raise ValueError(f"{name}: expected {layout} {where}; got shape {list(t.shape)}")
     if query.shape != key.shape or key.shape[0] != value.shape[0] or key.shape[2:] != value.shape[2:]:
         raise ValueError(
             "query and key must have one shape, and value may differ from it in channels alone; "
-            + shapes(features)
+            + shapes(named_features)
         )
 
     c_k, c_v = int(key.shape[1]), int(value.shape[1])  # torch.jit.trace makes tensors of sizes
     if min(c_k, c_v) < 1:
-        raise ValueError(f"expected one channel or more; got {shapes(features)}")
+        raise ValueError(f"expected one channel or more; got {shapes(named_features)}")
     if kernel_size is not None:
         kernel_size = make_window(kernel_size, dilation, padding_mode, group).size
-    sizes = {(int(f.shape[-2]), int(f.shape[-1])) for f in filters.values() if f is not None and f.dim() > 1}
+    sizes = {(int(f.shape[-2]), int(f.shape[-1])) for f in filters if f is not None and f.dim() > 1}
     sizes |= set() if kernel_size is None else {kernel_size}
     if len(sizes) != 1:
         expected = (
             "one window size among psi and beta" if sizes else "kernel_size, as psi and beta are all None"
         )
-        raise ValueError(f"expected {expected}; got {shapes(filters)}, kernel_size={kernel_size}")
+        raise ValueError(f"expected {expected}; got {shapes(named_filters)}, kernel_size={kernel_size}")
     window = make_window(sizes.pop(), dilation, padding_mode, group)
     axis = () if planar else (len(group),)
-    for suffix, c in (("k", c_k), ("v", c_v)):
-        psi, beta = filters[f"psi_{suffix}"], filters[f"beta_{suffix}"]
+    for suffix, c, psi, beta in (("k", c_k, psi_k, beta_k), ("v", c_v, psi_v, beta_v)):
         one, dense = (c, *axis, *window.size), (c, c, *axis, *window.size)
         if psi is not None and tuple(psi.shape) not in (one, dense):
             raise ValueError(

@@ -32,8 +32,8 @@ def filter_tables(
     order = len(options["group"])
     sizes = (1, 1) if order == 1 else (order, 1, 1)
     features = [torch.empty(0, c, *sizes, dtype=dtype) for c in channels]
-    on_cpu = [None if t is None else t.cpu() for t in filters]
-    call = check_call(features[0], features[1], features[-1], *on_cpu, **options)
+    psi_k, beta_k, psi_v, beta_v = (None if t is None else t.cpu() for t in filters)
+    call = check_call((features[0], features[1], features[-1]), (psi_k, beta_k, psi_v, beta_v), **options)
     return None if call.dense or call.compute_dtype != dtype else backend.key_and_value_tables(call)
 
 

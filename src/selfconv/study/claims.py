@@ -43,14 +43,19 @@ class Finding:
     absent: bool = False  # whether a model in it has no run at all
 
 
-Check = Callable[[Results], Finding]
+Judge = Callable[[Difference, list[Outcome]], Verdict]
+Explain = Callable[[Difference, list[Outcome]], str]
+Rule = Callable[[Results, str], Finding]  # of results, and the table that its models are in
 
 
 @dataclass(frozen=True)
 class Claim:
     table: str  # where the paper makes it
     sentence: str
-    check: Check
+    rule: Rule
+
+    def check(self, results: Results) -> Finding:
+        return self.rule(results, self.table)
 
 
 RULES = (
@@ -81,14 +86,14 @@ def _find(results: Results, terms: Sequence[Term], least: int) -> list[Outcome] 
     return [outcome for outcome in found if outcome is not None]
 
 
-def all_of(*checks: Check) -> Check:
+def all_of(*rules: Rule) -> Rule:
     """A rule that holds if all given rules hold, and fails if one fails.
 
     Otherwise there are too few runs if that is so for one of them, and else it is not decided.
     """
 
-    def check(results: Results) -> Finding:
-        findings = [each(results) for each in checks]
+    def check(results: Results, table: str) -> Finding:
+        findings = [rule(results, table) for rule in rules]
         verdicts = {finding.verdict for finding in findings}
         worst = next(v for v in (Verdict.FAILS, Verdict.FEW, Verdict.OPEN, Verdict.HOLDS) if v in verdicts)
         evidence = dict.fromkeys(line for finding in findings for line in finding.evidence)
@@ -98,20 +103,26 @@ def all_of(*checks: Check) -> Check:
 
 
 def _compare(
-    plus: Sequence[Term],
-    minus: Sequence[Term],
-    judge: Callable[[Difference, list[Outcome]], Verdict],
-    explain: Callable[[Difference, list[Outcome]], str],
-) -> Check:
-    def check(results: Results) -> Finding:
-        found = _find(results, [*plus, *minus], LEAST_RUNS)
-        if isinstance(found, Finding):
-            return found
-        cut = len(plus)
-        change = difference([o.accuracy for o in found[:cut]], [o.accuracy for o in found[cut:]])
-        return Finding(judge(change, found), (explain(change, found),))
+    results: Results, plus: Sequence[Term], minus: Sequence[Term], judge: Judge, explain: Explain
+) -> Finding:
+    found = _find(results, [*plus, *minus], LEAST_RUNS)
+    if isinstance(found, Finding):
+        return found
+    cut = len(plus)
+    change = difference([o.accuracy for o in found[:cut]], [o.accuracy for o in found[cut:]])
+    return Finding(judge(change, found), (explain(change, found),))
 
-    return check
+
+def _compare_two(model: str, other: str, judge: Judge) -> Rule:
+    """The accuracy of a model against that of another one in the same table."""
+
+    def explain(change: Difference, found: list[Outcome]) -> str:
+        first, second = (
+            f"{_called(m, o)} {shown(o.accuracy)}" for m, o in zip((model, other), found, strict=True)
+        )
+        return f"{first}, {second}: {shown_difference(change)}"
+
+    return lambda results, table: _compare(results, [(table, model)], [(table, other)], judge, explain)
 
 
 def _above_zero(change: Difference, _: list[Outcome]) -> Verdict:
@@ -126,76 +137,71 @@ def _bounds(change: Difference) -> tuple[float, float]:
     return change.low, change.high
 
 
-def higher(table: str, model: str, other: str) -> Check:
-    return _compare([(table, model)], [(table, other)], _above_zero, _pair(model, other))
+def higher(model: str, other: str) -> Rule:
+    return _compare_two(model, other, _above_zero)
 
 
-def no_gain(table: str, model: str, other: str) -> Check:
+def no_gain(model: str, other: str) -> Rule:
     def judge(change: Difference, _: list[Outcome]) -> Verdict:
         if change.value <= 0:
             return Verdict.HOLDS
         return Verdict.FAILS if _bounds(change)[0] > 0 else Verdict.OPEN
 
-    return _compare([(table, model)], [(table, other)], judge, _pair(model, other))
+    return _compare_two(model, other, judge)
 
 
-def within_deviation(table: str, model: str, other: str) -> Check:
+def within_deviation(model: str, other: str) -> Rule:
     def judge(change: Difference, found: list[Outcome]) -> Verdict:
         return Verdict.HOLDS if change.value >= -(found[1].accuracy.deviation or 0.0) else Verdict.FAILS
 
-    return _compare([(table, model)], [(table, other)], judge, _pair(model, other))
-
-
-def _pair(model: str, other: str) -> Callable[[Difference, list[Outcome]], str]:
-    def explain(change: Difference, found: list[Outcome]) -> str:
-        first, second = (
-            f"{_called(m, o)} {shown(o.accuracy)}" for m, o in zip((model, other), found, strict=True)
-        )
-        return f"{first}, {second}: {shown_difference(change)}"
-
-    return explain
+    return _compare_two(model, other, judge)
 
 
 def _called(model: str, outcome: Outcome) -> str:
     return paper_label(model) if outcome.name is None else outcome.name
 
 
-def higher_than_all(table: str, models: Sequence[str], others: Sequence[str]) -> Check:
+def higher_than_all(models: Sequence[str], others: Sequence[str]) -> Rule:
     """The lowest mean of some models against the highest of the others."""
 
-    def check(results: Results) -> Finding:
+    def check(results: Results, table: str) -> Finding:
         found = _find(results, [(table, model) for model in (*models, *others)], LEAST_RUNS)
         if isinstance(found, Finding):
             return found
         means = {m: o.accuracy.mean for m, o in zip((*models, *others), found, strict=True)}
         low, high = min(models, key=means.__getitem__), max(others, key=means.__getitem__)
-        finding = higher(table, low, high)(results)
+        finding = higher(low, high)(results, table)
         return Finding(finding.verdict, (f"The lowest and the highest: {finding.evidence[0]}",))
 
     return check
 
 
-def larger_gain(here: tuple[Term, Term], there: tuple[Term, Term]) -> Check:
-    """The gain of one model over another in one table against the like gain in another table."""
+def larger_gain(here: tuple[str, str], elsewhere: str, there: tuple[str, str]) -> Rule:
+    """The gain of one model over another against the like gain of two models of another table."""
 
-    def explain(change: Difference, found: list[Outcome]) -> str:
-        gain, less = (
-            found[0].accuracy.mean - found[2].accuracy.mean,
-            found[3].accuracy.mean - found[1].accuracy.mean,
-        )
-        (table, model), (_, base) = here
-        return (
-            f"{paper_label(model)} over {paper_label(base)}: {signed(gain)} on {TITLES[table]}, "
-            f"{signed(less)} on {TITLES[there[0][0]]}; {shown_difference(change)}"
-        )
+    def check(results: Results, table: str) -> Finding:
+        (model, base), (other, other_base) = here, there
 
-    return _compare([here[0], there[1]], [here[1], there[0]], _above_zero, explain)
+        def explain(change: Difference, found: list[Outcome]) -> str:
+            gain, less = (
+                found[0].accuracy.mean - found[2].accuracy.mean,
+                found[3].accuracy.mean - found[1].accuracy.mean,
+            )
+            return (
+                f"{paper_label(model)} over {paper_label(base)}: {signed(gain)} on {TITLES[table]}, "
+                f"{signed(less)} on {TITLES[elsewhere]}; {shown_difference(change)}"
+            )
+
+        plus, minus = [(table, model), (elsewhere, other_base)], [(table, base), (elsewhere, other)]
+        return _compare(results, plus, minus, _above_zero, explain)
+
+    return check
 
 
-def parameters(table: str, pairs: Sequence[tuple[str, str]], most: float, *, strict: bool = False) -> Check:
+def parameters(pairs: Sequence[tuple[str, str]], most: float, *, strict: bool = False) -> Rule:
     """Each first model has at most so many times the parameters of the second."""
 
-    def check(results: Results) -> Finding:
+    def check(results: Results, table: str) -> Finding:
         found = _find(results, [(table, model) for pair in pairs for model in pair], 1)
         if isinstance(found, Finding):
             return found
@@ -212,10 +218,10 @@ def parameters(table: str, pairs: Sequence[tuple[str, str]], most: float, *, str
     return check
 
 
-def fewest_parameters(table: str, models: Sequence[str], others: Sequence[str]) -> Check:
+def fewest_parameters(models: Sequence[str], others: Sequence[str]) -> Rule:
     """The largest of some models against the smallest of the others."""
 
-    def check(results: Results) -> Finding:
+    def check(results: Results, table: str) -> Finding:
         found = _find(results, [(table, model) for model in (*models, *others)], 1)
         if isinstance(found, Finding):
             return found

@@ -14,6 +14,7 @@ from selfconv.study.claims import (
     TITLES,
     Claim,
     Outcome,
+    Rule,
     all_of,
     fewest_parameters,
     higher,
@@ -107,125 +108,72 @@ _P4_AND_PLANAR = (
     ("p4resnet29_se", "resnet29_se"),
     ("p4resnet29_asc", "resnet29_asc"),
 )
+_P4 = [p4 for p4, _ in _P4_AND_PLANAR]
 
-CLAIMS: tuple[Claim, ...] = (
-    Claim(
-        "cifar10",
-        "Every attention model has fewer parameters than every convolutional one.",
-        fewest_parameters("cifar10", _ATTENTION, _CONV),
-    ),
-    Claim(
-        "cifar10",
+_CLAIMS: Mapping[str, Mapping[str, Rule]] = {  # by table
+    "cifar10": {
+        "Every attention model has fewer parameters than every convolutional one.": fewest_parameters(
+            _ATTENTION, _CONV
+        ),
         "Simple_ASC is within one standard deviation of the baseline with at least a quarter fewer "
-        "parameters (the paper says about 30%).",
-        all_of(
-            within_deviation("cifar10", "resnet29_simple_asc", "resnet29"),
-            parameters("cifar10", [("resnet29_simple_asc", "resnet29")], 0.75),
+        "parameters (the paper says about 30%).": all_of(
+            within_deviation("resnet29_simple_asc", "resnet29"),
+            parameters([("resnet29_simple_asc", "resnet29")], 0.75),
         ),
-    ),
-    *(
-        Claim(
-            "cifar10",
-            f"{name} is within one standard deviation of the baseline or above it, with fewer parameters.",
-            all_of(
-                within_deviation("cifar10", model, "resnet29"),
-                parameters("cifar10", [(model, "resnet29")], 1.0, strict=True),
-            ),
-        )
-        for name, model in (("ASC", "resnet29_asc"), ("ASC with squeeze and excite", "resnet29_asc_se"))
-    ),
-    Claim(
-        "cifar10",
-        "Additive positions are not enough: SASA is lower than the baseline.",
-        higher("cifar10", "resnet29", "resnet29_sasa"),
-    ),
-    Claim(
-        "cifar10",
-        "Squeeze and excite makes the convolutional models slightly higher.",
-        all_of(
-            higher("cifar10", "resnet29_se", "resnet29"),
-            higher("cifar10", "p4resnet29_se", "p4resnet29"),
+        **{
+            f"{name} is within one standard deviation of the baseline or above it, with fewer "
+            "parameters.": all_of(
+                within_deviation(model, "resnet29"), parameters([(model, "resnet29")], 1.0, strict=True)
+            )
+            for name, model in (("ASC", "resnet29_asc"), ("ASC with squeeze and excite", "resnet29_asc_se"))
+        },
+        "Additive positions are not enough: SASA is lower than the baseline.": higher(
+            "resnet29", "resnet29_sasa"
         ),
-    ),
-    Claim(
-        "cifar10",
-        "Squeeze and excite is no gain for ASC.",
-        no_gain("cifar10", "resnet29_asc_se", "resnet29_asc"),
-    ),
-    Claim(
-        "cifar10",
+        "Squeeze and excite makes the convolutional models slightly higher.": all_of(
+            higher("resnet29_se", "resnet29"), higher("p4resnet29_se", "p4resnet29")
+        ),
+        "Squeeze and excite is no gain for ASC.": no_gain("resnet29_asc_se", "resnet29_asc"),
         "Each p4 model is higher than its planar counterpart, with at most 5% more parameters "
-        "(the paper says little to none).",
-        all_of(
-            *(higher("cifar10", *pair) for pair in _P4_AND_PLANAR),
-            parameters("cifar10", _P4_AND_PLANAR, 1.05),
+        "(the paper says little to none).": all_of(
+            *(higher(*pair) for pair in _P4_AND_PLANAR), parameters(_P4_AND_PLANAR, 1.05)
         ),
-    ),
-    Claim(
-        "cifar10",
-        "The three p4 models are higher than all others.",
-        higher_than_all(
-            "cifar10",
-            [p4 for p4, _ in _P4_AND_PLANAR],
-            [m for m in (*_CONV, *_ATTENTION) if m not in {p4 for p4, _ in _P4_AND_PLANAR}],
+        "The three p4 models are higher than all others.": higher_than_all(
+            _P4, [model for model in (*_CONV, *_ATTENTION) if model not in _P4]
         ),
-    ),
-    Claim(
-        "cifar100",
+    },
+    "cifar100": {
         "Simple_ASC and ASC are within one standard deviation of the baseline or above it, with fewer "
-        "parameters.",
-        all_of(
-            within_deviation("cifar100", "resnet29_simple_asc", "resnet29"),
-            within_deviation("cifar100", "resnet29_asc", "resnet29"),
-            parameters(
-                "cifar100",
-                [("resnet29_simple_asc", "resnet29"), ("resnet29_asc", "resnet29")],
-                1.0,
-                strict=True,
-            ),
+        "parameters.": all_of(
+            *(within_deviation(model, "resnet29") for model in ("resnet29_simple_asc", "resnet29_asc")),
+            parameters([("resnet29_simple_asc", "resnet29"), ("resnet29_asc", "resnet29")], 1.0, strict=True),
         ),
-    ),
-    Claim(
-        "cifar100",
-        "The p4 models are higher than their planar counterparts.",
-        all_of(
-            higher("cifar100", "p4resnet29", "resnet29"),
-            higher("cifar100", "p4resnet29_asc", "resnet29_asc"),
+        "The p4 models are higher than their planar counterparts.": all_of(
+            higher("p4resnet29", "resnet29"), higher("p4resnet29_asc", "resnet29_asc")
         ),
-    ),
-    Claim(
-        "cifar100",
-        "p4 ASC is higher than the p4 convolution, with and without SE, and has the fewest parameters.",
-        all_of(
-            higher("cifar100", "p4resnet29_asc", "p4resnet29"),
-            higher("cifar100", "p4resnet29_asc", "p4resnet29_se"),
-            fewest_parameters("cifar100", ["p4resnet29_asc"], ["p4resnet29", "p4resnet29_se"]),
+        "p4 ASC is higher than the p4 convolution, with and without SE, and has the fewest "
+        "parameters.": all_of(
+            *(higher("p4resnet29_asc", model) for model in ("p4resnet29", "p4resnet29_se")),
+            fewest_parameters(["p4resnet29_asc"], ["p4resnet29", "p4resnet29_se"]),
         ),
-    ),
-    Claim(
-        "cifar100",
-        "The gains of ASC and of p4 are higher than on CIFAR-10, where each class has ten times the images.",
-        all_of(
+        "The gains of ASC and of p4 are higher than on CIFAR-10, where each class has ten times the "
+        "images.": all_of(
             *(
-                larger_gain(
-                    (("cifar100", model), ("cifar100", "resnet29")),
-                    (("cifar10", model), ("cifar10", "resnet29")),
-                )
+                larger_gain((model, "resnet29"), "cifar10", (model, "resnet29"))
                 for model in ("resnet29_asc", "p4resnet29")
             )
         ),
-    ),
-    Claim(
-        "resnet83",
-        "Attention, as SE or as ASC, gains more at depth 83 than at depth 29 (the paper says it might).",
-        all_of(
+    },
+    "resnet83": {
+        "Attention, as SE or as ASC, gains more at depth 83 than at depth 29 (the paper says it "
+        "might).": all_of(
             *(
-                larger_gain(
-                    (("resnet83", at_depth(model, 83)), ("resnet83", "resnet83")),
-                    (("cifar10", model), ("cifar10", "resnet29")),
-                )
+                larger_gain((at_depth(model, 83), "resnet83"), "cifar10", (model, "resnet29"))
                 for model in ("resnet29_se", "resnet29_asc")
             )
         ),
-    ),
+    },
+}
+CLAIMS = tuple(
+    Claim(table, sentence, rule) for table, rules in _CLAIMS.items() for sentence, rule in rules.items()
 )

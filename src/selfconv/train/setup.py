@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,13 +104,5 @@ def learning_rate(recipe: Recipe, epoch: int, step: int, steps: int) -> float:
 
 
 def augmentation(recipe: Recipe) -> Augment:
-    """The random changes of the training images."""
-    return Augment(
-        flip=recipe.flip,
-        pad=recipe.pad,
-        rotate=recipe.rotate,
-        brightness=recipe.brightness,
-        contrast=recipe.contrast,
-        colour=recipe.colour,
-        erase=recipe.erase,
-    )
+    """The random changes of the training images, which a recipe names as ``Augment`` does."""
+    return Augment(**{change.name: getattr(recipe, change.name) for change in fields(Augment)})

@@ -77,6 +77,13 @@ def draw_values(
     return shown
 
 
+def draw_window(axes: Axes, values: Tensor, colours: str, limit: float, title: str = "") -> Any:
+    """What a window around a pixel holds, [k, k], with its centre marked."""
+    shown = draw_values(axes, values, colours, limit, title)
+    mark_centre(axes, len(values))
+    return shown
+
+
 def limit_of(*values: Tensor) -> float:
     """The largest magnitude, the end of a colour scale; 1 if all is zero."""
     largest = max(float(v.abs().nan_to_num().max()) for v in values)

@@ -65,6 +65,11 @@ class PixelView:
         return (self.effective * seen).sum(summed) + self.positional.sum((2, 3))
 
 
+def strengths(view: PixelView) -> Tensor:
+    """How large the effective filter of each channel of the head is: the sum of its magnitudes, [C]."""
+    return view.effective.abs().transpose(0, 2).flatten(1).sum(1)
+
+
 class LayerFilters(NamedTuple):
     """The affine parameters of a layer; a missing ψ is the identity, and a missing β is 0."""
 
@@ -83,10 +88,7 @@ class _Operation:
     value: Tensor
     output: Tensor  # [C, P, h, w]
     alpha: Tensor  # [heads, P, k, k, h, w]
-    psi_k: Tensor  # steered: [C, P, R, k, k], dense [C, C, P, R, k, k]
-    beta_k: Tensor  # steered: [C, P, k, k]
-    psi_v: Tensor
-    beta_v: Tensor
+    filters: LayerFilters  # steered: ψ [C, P, R, k, k], dense [C, C, P, R, k, k], β [C, P, k, k]
 
 
 class Inspection:
@@ -166,18 +168,8 @@ class Inspection:
             query, key, value = (t[0].unsqueeze(1) if len(layer.domain) == 1 else t[0] for t in features)
             query = query.expand(-1, len(layer.group), -1, -1)  # of a planar layer, one for every P
             output, alpha = (t[0].unsqueeze(1) if len(layer.group) == 1 else t[0] for t in (output, alpha))
-            psi_k, beta_k, psi_v, beta_v = _steered_filters(layer)
-            self._operations[info.name] = _Operation(
-                query=query,
-                key=key,
-                value=value,
-                output=output,
-                alpha=alpha,
-                psi_k=psi_k,
-                beta_k=beta_k,
-                psi_v=psi_v,
-                beta_v=beta_v,
-            )
+            filters = _steered_filters(layer)
+            self._operations[info.name] = _Operation(query, key, value, output, alpha, filters)
         return self._operations[info.name]
 
     @torch.no_grad()
@@ -187,9 +179,10 @@ class Inspection:
         alpha = op.alpha[head, ..., i, j]  # [P, k, k]
         keys, values = (_neighbours(f, pixel, window) for f in (op.key, op.value))  # [C, R, k, k]
         of_key, of_value = (_channels_of(head, heads, len(f)) for f in (keys, values))
-        a_k = _affine_map(keys, op.psi_k, op.beta_k)[of_key]  # [C, P, k, k]
+        a_k = _affine_map(keys, op.filters.psi_k, op.filters.beta_k)[of_key]  # [C, P, k, k]
         query = op.query[of_key, :, i, j]  # [C, P]
-        psi, beta = _planes_first(op.psi_v[of_value]), op.beta_v[of_value].transpose(0, 1)
+        psi = _planes_first(op.filters.psi_v[of_value])
+        beta = op.filters.beta_v[of_value].transpose(0, 1)
         weights = alpha[:, None, :, :]  # [P, 1, k, k]
         frame = self._image_window(info.size, pixel, window)
         return PixelView(
@@ -207,7 +200,7 @@ class Inspection:
             positional=weights * beta,
             output=op.output[of_value, :, i, j].transpose(0, 1),
             window=frame,
-            crop=_crop(self.image, frame),
+            crop=crop(self.image, frame, math.nan),
         )
 
     def _image_window(self, size: tuple[int, int], pixel: Pixel, window: Window) -> tuple[int, int, int, int]:
@@ -319,11 +312,12 @@ def _planes_first(psi: Tensor) -> Tensor:
     return psi.permute(2, 3, 0, 1, 4, 5) if psi.dim() == 6 else psi.permute(1, 2, 0, 3, 4)
 
 
-def _crop(image: Tensor, window: tuple[int, int, int, int]) -> Tensor:
+def crop(image: Tensor, window: tuple[int, int, int, int], outside: float) -> Tensor:
+    """The part of an image [channels, h, w] that a window covers, and a number where there is no image."""
     top, left, bottom, right = window
     h, w = image.shape[-2:]
-    crop = image.new_full((len(image), bottom - top, right - left), math.nan)
+    cut = image.new_full((len(image), bottom - top, right - left), outside)
     inside = image[:, max(top, 0) : min(bottom, h), max(left, 0) : min(right, w)]
     row, column = max(-top, 0), max(-left, 0)
-    crop[:, row : row + inside.shape[1], column : column + inside.shape[2]] = inside
-    return crop
+    cut[:, row : row + inside.shape[1], column : column + inside.shape[2]] = inside
+    return cut

@@ -17,18 +17,18 @@ from selfconv.visualize._draw import (
     colour_bar,
     conclude,
     draw_image,
-    draw_values,
+    draw_window,
     headline,
     limit_of,
-    mark_centre,
     mark_window,
     new_figure,
 )
-from selfconv.visualize._inspection import PixelView
+from selfconv.visualize._inspection import PixelView, crop, strengths
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+GREY = 0.78  # outside of the image
 NUMBERS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 
 
@@ -46,7 +46,7 @@ def template_figure(image: Tensor, views: Sequence[PixelView], channel: int | No
     if not 1 <= len(views) <= len(NUMBERS) or len({(v.layer, v.head) for v in views}) != 1:
         raise ValueError(f"expected 1 to 9 views of one layer and head; got {len(views)}")
     if channel is None:
-        channel = int(sum(v.effective.abs().transpose(0, 2).flatten(1).sum(1) for v in views).argmax())  # type: ignore[union-attr]
+        channel = int(sum(map(strengths, views)).argmax())  # type: ignore[union-attr]
     view, count = views[0], len(views)
     seen = view.head * view.psi.shape[2] + channel if view.dense else None
     psi, *filters = (
@@ -58,10 +58,9 @@ def template_figure(image: Tensor, views: Sequence[PixelView], channel: int | No
     left, right = halves
     picture, template = left.subplots(2, 1, height_ratios=[1.35, 1])
     draw_image(picture, image, "image")
-    shown = draw_values(
+    shown = draw_window(
         template, psi, SIGNED, limit_of(psi), "one template ψ, learned,\nthe same at every pixel"
     )
-    mark_centre(template, len(psi))
     below_bar(figure, shown, template)
     grid = right.subplots(3, count + 1, width_ratios=[1] * count + [0.07], squeeze=False)
     alpha, limit = limit_of(*(v.alpha[0] for v in views)), limit_of(*filters)
@@ -79,11 +78,9 @@ def template_figure(image: Tensor, views: Sequence[PixelView], channel: int | No
             va="center",
             bbox={"boxstyle": "circle,pad=0.15", "facecolor": FRAME, "edgecolor": "white"},
         )
-        draw_image(grid[0, n], _crop(image, one), f"pixel {n + 1}")
-        shown_alpha = draw_values(grid[1, n], one.alpha[0], POSITIVE, alpha)
-        shown = draw_values(grid[2, n], effective, SIGNED, limit)
-        for place in grid[1:, n]:
-            mark_centre(place, len(psi))
+        draw_image(grid[0, n], crop(image, one.window, GREY), f"pixel {n + 1}")
+        shown_alpha = draw_window(grid[1, n], one.alpha[0], POSITIVE, alpha)
+        shown = draw_window(grid[2, n], effective, SIGNED, limit)
     for place, name in zip(
         grid[:, 0], ("its window", "scores α,\nfrom the image", "filter α·ψ,\nused there"), strict=True
     ):
@@ -106,14 +103,3 @@ def template_figure(image: Tensor, views: Sequence[PixelView], channel: int | No
     where = f"({view.layer}, head {view.head}, channel {channel})"
     conclude(figure, f"A convolution would apply ψ as it is at every pixel. {said}. {where}")
     return figure
-
-
-def _crop(image: Tensor, view: PixelView) -> Tensor:
-    """The part of the image to be shown that a window covers; grey outside."""
-    top, left, bottom, right = view.window
-    h, w = image.shape[-2:]
-    crop = image.new_full((len(image), bottom - top, right - left), 0.78)
-    inside = image[:, max(top, 0) : min(bottom, h), max(left, 0) : min(right, w)]
-    row, column = max(-top, 0), max(-left, 0)
-    crop[:, row : row + inside.shape[1], column : column + inside.shape[2]] = inside
-    return crop

@@ -25,9 +25,9 @@ from selfconv.visualize._draw import (
     conclude,
     draw_image,
     draw_values,
+    draw_window,
     headline,
     limit_of,
-    mark_centre,
     mark_window,
     mosaic,
     new_figure,
@@ -36,7 +36,7 @@ from selfconv.visualize._draw import (
 )
 from selfconv.visualize._equivariance import EquivarianceView
 from selfconv.visualize._explanation_figure import explanation_figure
-from selfconv.visualize._inspection import LayerFilters, PixelView
+from selfconv.visualize._inspection import LayerFilters, PixelView, strengths
 from selfconv.visualize._template_figure import template_figure
 
 if TYPE_CHECKING:
@@ -62,8 +62,7 @@ NEARLY_EVEN = 1.5  # times the score of uniform attention; less is no choice
 
 def strongest_channel(view: PixelView) -> int:
     """The channel of the head whose effective filter is largest: the one that a picture shows."""
-    size = view.effective.abs().transpose(0, 2).flatten(1).sum(1)  # [C]
-    return int(size.argmax())
+    return int(strengths(view).argmax())
 
 
 def pixel_figure(image: Tensor, view: PixelView, channel: int | None = None) -> Figure:
@@ -124,7 +123,6 @@ def _draw_place(axes: Axes, image: Tensor, view: PixelView) -> None:
 
 
 def _planar_pixel(image: Tensor, view: PixelView, channel: int) -> Figure:
-    k = view.alpha.shape[-1]
     figure = new_figure(12.4, 3.5)
     axes = figure.subplots(1, 6)
     _draw_place(axes[0], image, view)
@@ -141,9 +139,8 @@ def _planar_pixel(image: Tensor, view: PixelView, channel: int) -> Figure:
     ]
     signs = ["Σ", "× (", "×", "=", ") + Σ"]
     for place, sign, (values, colours, title) in zip(axes[1:], signs, panels, strict=True):
-        shown = draw_values(place, values, colours, limit_of(values), title)
+        shown = draw_window(place, values, colours, limit_of(values), title)
         operator(place, sign)
-        mark_centre(place, k)
         below_bar(figure, shown, place)
     top_aligned(axes)
     headline(
@@ -173,25 +170,22 @@ def _attention_in_words(alpha: Tensor) -> str:
 
 
 def _group_pixel(image: Tensor, view: PixelView, channel: int) -> Figure:
-    k, order, names = view.alpha.shape[-1], len(view.group), view.group.element_names
+    order, names = len(view.group), view.group.element_names
     values = view.neighbourhood[:, _seen_channel(view, channel)]  # [R, k, k]
     effective, positional = _filter_of(view.effective, view, channel), view.positional[:, channel]
     figure = new_figure(1.5 * (order + 2) + 2.2, 1.42 * (order + 1) + 1.3)
     grid = figure.subplots(order + 1, order + 4, width_ratios=[1] * (order + 2) + [0.08, 0.08])
     _draw_place(grid[0, 0], image, view)
     for r, place in enumerate(grid[0, 1 : order + 1]):
-        shown = draw_values(place, values[r], SIGNED, limit_of(values), f"V(R, ·)\nR = {names[r]}")
-        mark_centre(place, k)
+        shown = draw_window(place, values[r], SIGNED, limit_of(values), f"V(R, ·)\nR = {names[r]}")
     for place in grid[0, order + 1 : -1]:
         place.axis("off")
     colour_bar(figure, shown, grid[0, -1], "V", inside=True)
     for p, row in enumerate(grid[1:]):
         limit = limit_of(effective[p], positional[p])  # a scale for each row: planes differ a lot
-        shown_alpha = draw_values(row[0], view.alpha[p], POSITIVE, limit_of(view.alpha[p]))
+        shown_alpha = draw_window(row[0], view.alpha[p], POSITIVE, limit_of(view.alpha[p]))
         for place, filters in zip(row[1 : order + 2], [*effective[p], positional[p]], strict=True):
-            shown = draw_values(place, filters, SIGNED, limit)
-        for place in row[: order + 2]:
-            mark_centre(place, k)
+            shown = draw_window(place, filters, SIGNED, limit)
         colour_bar(figure, shown_alpha, row[-2], "α", inside=True)
         colour_bar(figure, shown, row[-1], "α·ψ, α·β", inside=True)
         row[0].set_ylabel(f"P = {names[p]}", fontsize=MEDIUM)
@@ -256,8 +250,7 @@ def schematic_figure(image: Tensor, view: PixelView, channel: int | None = None)
                 continue
             operator(place, sign)
             colours = POSITIVE if values is alpha else SIGNED
-            below_bar(figure, draw_values(place, values, colours, limit_of(values), title), place)
-            mark_centre(place, len(alpha))
+            below_bar(figure, draw_window(place, values, colours, limit_of(values), title), place)
         row[-1].set_xlabel(f"Σ = {_number(float(product.sum()))}", fontsize=MEDIUM)
     headline(
         figure, f"Three ways to read the neighbourhood of a pixel x = {view.pixel}", _where(view, channel)

@@ -116,7 +116,7 @@ def numba_forward(
     window = _window(q, table_k, dilation, padding_mode)
     k, v = _neighbours(k, v, window)
     tiling = _tiling(q, table_k, table_v, window, walks=1)
-    _run(workers.forward_worker, tiling, (q, k, v, out, lse), (), table_k, table_v, scale)
+    _run(workers.forward_worker, tiling, (q, k, v, out, lse), (), (table_k, table_v), scale)
     return out, lse
 
 
@@ -167,7 +167,7 @@ def numba_backward(
     # added up in one order, whatever threads there were: the same bits every time
     d_table_k, d_table_v = (table.new_zeros(tiling.shares, *table.shape) for table in (table_k, table_v))
     maps = (q, k, v, grad, lse, d_q, d_keys, d_values)
-    _run(workers.backward_worker, tiling, maps, (d_table_k, d_table_v), table_k, table_v, scale)
+    _run(workers.backward_worker, tiling, maps, (d_table_k, d_table_v), (table_k, table_v), scale)
     if repeated:
         sum_border(d_keys, window.reach, d_k)
         if d_v is not d_k:
@@ -312,8 +312,7 @@ def _run(
     tiling: Tiling,
     maps: tuple[Tensor, ...],
     outputs: tuple[Tensor, ...],
-    table_k: Tensor,
-    table_v: Tensor,
+    tables: tuple[Tensor, Tensor],
     scale: float,
 ) -> None:
     """Lays the argument block out as the kernels read it, and runs them."""
@@ -322,22 +321,21 @@ def _run(
     if q.numel() == 0:
         return
     scratch, scales = q.new_empty(tiling.scratch), np.array([scale])
-    block, _lanes = argument_block(tiling, maps, outputs, table_k, table_v, scratch, scales)
+    block, _lanes = argument_block(tiling, maps, outputs, tables, scratch, scales)
     dtype = "float32" if q.dtype == torch.float32 else "float64"
-    run_workers(make_worker(dtype, table_k.shape[-1] - 1).address, block.ctypes.data, tiling.scratch[0])
+    run_workers(make_worker(dtype, tables[0].shape[-1] - 1).address, block.ctypes.data, tiling.scratch[0])
 
 
 def argument_block(
     tiling: Tiling,
     maps: tuple[Tensor, ...],
     outputs: tuple[Tensor, ...],
-    table_k: Tensor,
-    table_v: Tensor,
+    tables: tuple[Tensor, Tensor],
     scratch: Tensor,
     scales: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The argument block, and the table of lanes that it points to, which has to live as long."""
-    sizes, heads = tiling.sizes, table_k.shape[0]
+    sizes, heads = tiling.sizes, tables[0].shape[0]
     strides = np.array([x.stride() for x in maps])  # [maps, 5]
     channels = np.array([x.shape[1] // heads for x in maps])
     head_strides = channels * strides[:, 1]
@@ -351,9 +349,9 @@ def argument_block(
     described[:, 8] = lanes.ctypes.data + lanes.strides[0] * np.arange(len(maps))
     counters = [0] * COUNTERS
     shared = scratch.data_ptr(), scales.ctypes.data, tiling.window.ctypes.data
-    tables = table_k.data_ptr(), table_v.data_ptr()
+    filters = [table.data_ptr() for table in tables]
     addresses = [x.data_ptr() for x in outputs]
-    block = np.array([*counters, *shared, *tables, *sizes, *described.ravel(), *addresses], np.int64)
+    block = np.array([*counters, *shared, *filters, *sizes, *described.ravel(), *addresses], np.int64)
     return block, lanes
 
 
@@ -414,7 +412,9 @@ class PreparedForward:
         q, k, v = _split([packed], table_k, table_v)
         tiling = _tiling(q, table_k, table_v, _window(q, table_k, (1, 1), "zeros"), walks=1)
         scratch = packed.new_empty(0)
-        block, lanes = argument_block(tiling, (q, k, v, out, lse), (), table_k, table_v, scratch, self.scales)
+        block, lanes = argument_block(
+            tiling, (q, k, v, out, lse), (), (table_k, table_v), scratch, self.scales
+        )
         dtype = "float32" if q.dtype == torch.float32 else "float64"
         worker = workers.forward_worker(dtype, table_k.shape[-1] - 1).address
         return block, tiling, (lanes, worker), [x.data_ptr() - packed.data_ptr() for x in (q, k, v)]

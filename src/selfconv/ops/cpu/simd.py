@@ -11,6 +11,7 @@ filter value.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from numba.extending import intrinsic, models, overload, register_model
 PART_BYTES = 32  # one AVX register; other machines split or pair it
 PARTS = 4
 INT32 = ir.IntType(32)
+
+Places = Callable[..., list[ir.Value]]  # of a builder, a vector, an address and another argument
 
 
 class Vector(types.Type):
@@ -227,28 +230,26 @@ def _strided(builder: ir.IRBuilder, t: Vector, p: ir.Value, stride: ir.Value) ->
     return [_address(builder, p, index, t, t.part) for index in indices]
 
 
+def _transposing(t: Vector, source: Places, target: Places) -> Callable[..., ir.Value]:
+    """Code that moves a square, given two arguments for the places of its rows before, and two for after."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        _transpose(builder, t, source(builder, t, *args[:2]), target(builder, t, *args[2:]))
+        return context.get_dummy_value()
+
+    return codegen
+
+
 @intrinsic
 def transpose_in(typingctx: Any, p: Any, offsets: Any, q: Any, stride: Any) -> Any:
     """Writes a square, of one part at each p[offsets[i]], to q with its axes swapped, rows a stride apart."""
-    t = Vector(p.dtype)
-
-    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        _transpose(builder, t, _scattered(builder, t, *args[:2]), _strided(builder, t, *args[2:]))
-        return context.get_dummy_value()
-
-    return types.void(p, offsets, q, types.intp), codegen
+    return types.void(p, offsets, q, types.intp), _transposing(Vector(p.dtype), _scattered, _strided)
 
 
 @intrinsic
 def transpose_out(typingctx: Any, p: Any, stride: Any, q: Any, offsets: Any) -> Any:
     """The same backwards."""
-    t = Vector(p.dtype)
-
-    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        _transpose(builder, t, _strided(builder, t, *args[:2]), _scattered(builder, t, *args[2:]))
-        return context.get_dummy_value()
-
-    return types.void(p, types.intp, q, offsets), codegen
+    return types.void(p, types.intp, q, offsets), _transposing(Vector(p.dtype), _strided, _scattered)
 
 
 @intrinsic(prefer_literal=True)

@@ -72,10 +72,10 @@ def _forward_op(
     query: Tensor,  # [N, C_k, P, h, w]
     key: Tensor,  # [N, C_k, R, h, w]
     value: Tensor,  # [N, C_v, R, h, w]
-    psi_k: Tensor | None,  # [C_k, P, R, k, k]
-    beta_k: Tensor | None,  # [C_k, P, k, k]
-    psi_v: Tensor | None,  # [C_v, P, R, k, k]
-    beta_v: Tensor | None,  # [C_v, P, k, k]
+    psi_k: Filter,  # [C_k, P, R, k, k]
+    beta_k: Filter,  # [C_k, P, k, k]
+    psi_v: Filter,  # [C_v, P, R, k, k]
+    beta_v: Filter,  # [C_v, P, k, k]
     window: Sequence[int],
     num_heads: int,
     scale: float,
@@ -124,10 +124,10 @@ def _backward_op(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    psi_k: Tensor | None,
-    beta_k: Tensor | None,
-    psi_v: Tensor | None,
-    beta_v: Tensor | None,
+    psi_k: Filter,
+    beta_k: Filter,
+    psi_v: Filter,
+    beta_v: Filter,
     window: Sequence[int],
     num_heads: int,
     scale: float,

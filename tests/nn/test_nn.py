@@ -275,6 +275,54 @@ def test_simple_asc_is_equation_14(group: str | Group, psi: str) -> None:
     torch.testing.assert_close(layer(batch).reshape(out.shape), heads_map(out, layer), rtol=0, atol=1e-10)
 
 
+def test_planar_convolution_is_equation_1() -> None:
+    layer = GroupConv2d(2, 4, 3, padding=1, bias=False, group="z2", dtype=torch.float64)
+    f = torch.randn(2, 3, 4, dtype=torch.float64)
+    torch.testing.assert_close(layer(f[None])[0], reference.convolution(f, layer.weight), rtol=0, atol=1e-12)
+
+
+def planar_maps(layer: LocalAttention2d, f: Tensor) -> list[Tensor]:
+    """Of query, key and value, or of the one map of simple ASC, by Eq. 8; their biases are made random."""
+    assert layer.b_in is not None
+    nn.init.normal_(layer.b_in)
+    maps = zip(
+        layer.w_in.flatten(1).split(layer.out_channels), layer.b_in.split(layer.out_channels), strict=True
+    )
+    return [reference.linear_map(f, w, b) for w, b in maps]
+
+
+def test_planar_simple_asc_is_equation_7() -> None:
+    layer = SimpleAffineSelfConv2d(2, 4, 3, num_heads=2, dtype=torch.float64)
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
+    (f,) = planar_maps(layer, x)
+    out = reference.simple_asc(f, layer.psi_kv, layer.beta_kv, 2, layer.scale)
+    torch.testing.assert_close(layer(x[None]), F.conv2d(out[None], layer.w_out), rtol=0, atol=1e-10)
+
+
+def test_planar_asc_is_equations_8_to_11() -> None:
+    layer = AffineSelfConv2d(2, 4, 3, num_heads=2, dtype=torch.float64)
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
+    q, k, v = planar_maps(layer, x)
+    stored = dict(layer.named_parameters())
+    psi_q, psi_k, psi_v, beta_q, beta_k, beta_v = (stored[f"{a}_{m}"] for a in ("psi", "beta") for m in "qkv")
+    query = reference.asc_query(q, psi_q.flatten(), beta_q)
+    alpha = layer.attention_weights(x[None])[0]  # [num_heads, k, k, h, w]
+    for i, j in reference.positions(query):
+        scores = reference.asc_score(query, k, psi_k, beta_k, (i, j), 2, layer.scale)
+        expected = torch.stack(list(scores.values()), 1).reshape(2, 3, 3)
+        torch.testing.assert_close(alpha[..., i, j], expected, rtol=0, atol=1e-10)
+    out = reference.asc(query, k, v, psi_k, beta_k, psi_v, beta_v, 2, layer.scale)
+    torch.testing.assert_close(layer(x[None]), F.conv2d(out[None], layer.w_out), rtol=0, atol=1e-10)
+
+
+def test_sasa_without_offsets_is_equation_5() -> None:
+    layer = StandAloneSelfAttention2d(2, 8, 3, num_heads=2, dtype=torch.float64)
+    nn.init.zeros_(layer.beta_k)
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
+    out = reference.attention(*planar_maps(layer, x), 3, 2, layer.scale)
+    torch.testing.assert_close(layer(x[None]), F.conv2d(out[None], layer.w_out), rtol=0, atol=1e-10)
+
+
 def test_sasa_scores_with_row_and_column_offsets() -> None:
     """Section 4: in each head half of β^K depends on the row offset alone, half on the column offset."""
     layer = StandAloneSelfAttention2d(2, 8, 3, num_heads=2, dtype=torch.float64)

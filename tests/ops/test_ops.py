@@ -35,6 +35,14 @@ def test_windows_larger_than_the_image(k: int) -> None:
     assert_close(case.gradients(backend="eager"), case.gradients(backend="reference"), 1e-10)
 
 
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "reference"])
+@pytest.mark.parametrize("group", ["z2", "p4"])
+def test_every_backend_is_the_reference(group: str, backend: str) -> None:
+    """The output and all gradients, of every entry of ``_BACKENDS``."""
+    case = Case(group, 1, (2, 1), 2, 3, (3, 2))
+    assert_close(case.gradients(backend=backend), case.expected("reference"))
+
+
 # ---- special cases of the paper ----
 
 

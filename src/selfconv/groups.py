@@ -9,7 +9,7 @@ A group here is the rotational (and mirror) part H of a group G of the plane's s
     d8, d12, d16  H = D_N          and mirrors
 
 An element is the matrix by which it moves (row, column) offsets. Everything else, tables and actions alike,
-follows from the matrices, so a new group is one more line in ``GROUPS``.
+follows from the matrices, so a new group is one more entry in ``GROUPS.update`` at the end of this file.
 
 Elements of z2, p4 and p4m map the grid to itself: they permute pixels, and act exactly. Other elements need
 values between the pixels. Their tables are exact too; they act on filters through a band-limited basis

@@ -394,11 +394,19 @@ def test_unknown_name_without_a_near_match() -> None:
         (
             "p4resnet29_asc",
             {"num_heads": 3},
-            "got num_heads=3 for widths [(]8, 16, 32[)] on group 'p4', where 1, 2, 4, 8 would fit",
+            "asc: num_heads=3 does not divide the widths .* on group 'p4'; expected one of 1, 2, 4, 8$",
         ),
-        ("resnet29_asc", {"widths": (6, 12, 24)}, "num_heads=8 for widths [(]6, 12, 24[)] on group 'z2'"),
-        ("resnet29_sasa", {"group": "p4"}, "sasa needs an even number of channels per head; got num_heads=8"),
-        ("resnet29_sasa", {"widths": (5, 5, 5)}, "no number would fit"),
+        (
+            "resnet29_asc",
+            {"widths": (6, 12, 24)},
+            "num_heads=8 does not divide the widths [(]6, 12, 24[)] on group 'z2'",
+        ),
+        (
+            "resnet29_sasa",
+            {"group": "p4"},
+            "sasa: num_heads=8 leaves an odd number of channels per head for the widths [(]8, 16, 32[)]",
+        ),
+        ("resnet29_sasa", {"widths": (5, 5, 5)}, "the widths [(]5, 5, 5[)] .*; expected even widths$"),
     ],
 )
 def test_bad_options(name: str, options: dict[str, Any], message: str) -> None:

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.cases import ALL_GROUPS, D3, TILTED, Layout, channels_last, contiguous, strided
+from helpers.cases import ALL_GROUPS, C2, D3, TILTED, Layout, channels_last, contiguous, strided
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from selfconv.groups import IDENTITY, Group, get_group
+from selfconv.groups import Group, get_group
 from selfconv.nn import (
     AffineConv2d,
     AffineSelfConv2d,
@@ -42,8 +42,6 @@ from selfconv.nn import (
 )
 from selfconv.ops import affine_self_conv, reference
 from selfconv.testing import assert_equivariant, centre_error, shift_error
-
-C2 = Group("c2", (IDENTITY, ((-1, 0), (0, -1))))
 
 
 class SameMask(GroupDropout):
@@ -319,7 +317,8 @@ def test_sasa_without_offsets_is_equation_5() -> None:
     layer = StandAloneSelfAttention2d(2, 8, 3, num_heads=2, dtype=torch.float64)
     nn.init.zeros_(layer.beta_k)
     x = torch.randn(2, 3, 4, dtype=torch.float64)
-    out = reference.attention(*planar_maps(layer, x), 3, 2, layer.scale)
+    q, k, v = planar_maps(layer, x)
+    out = reference.attention(q, k, v, 3, 2, layer.scale)
     torch.testing.assert_close(layer(x[None]), F.conv2d(out[None], layer.w_out), rtol=0, atol=1e-10)
 
 
@@ -663,10 +662,10 @@ def test_layer_attention_weights_sum_to_one(group: str | Group) -> None:
             "kernel_size: expected an odd integer ≥ 1, or two, (rows, columns); got -3",
         ),
         (lambda: AffineSelfConv2d(4.0, 8), "in_channels=4.0"),  # type: ignore[arg-type]
-        (lambda: AffineSelfConv2d(4, 8, num_heads=0), "num_heads=0 does not divide 8 key channels"),
+        (lambda: AffineSelfConv2d(4, 8, num_heads=0), "num_heads: expected an integer ≥ 1; got 0"),
         (lambda: AffineSelfConv2d(4, 8, key_channels=0), "out_channels=8, key_channels=0, stride=1"),
         (lambda: StandAloneSelfAttention2d(4, 0), "key_channels=0, out_channels=0"),
-        (lambda: StandAloneSelfAttention2d(4, 8, num_heads=0), "num_heads=0 does not divide 8 key channels"),
+        (lambda: StandAloneSelfAttention2d(4, 8, num_heads=0), "num_heads: expected an integer ≥ 1; got 0"),
         (lambda: GroupConv2d(4, 8, (3, 3)), "kernel_size=(3, 3), stride=1"),  # type: ignore[arg-type]
         (
             lambda: GroupBatchNorm(0),

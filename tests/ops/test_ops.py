@@ -299,10 +299,10 @@ def test_heads_groups_backends_and_types() -> None:
     t = arguments()
     names = ("q", "k", "v", "psi_k", "beta_k", "psi_v", "beta_v")
     tensors = [x for x in (t[n] for n in names) if x is not None]
-    for heads in (3, 0, -1):
-        with pytest.raises(
-            ValueError, match=f"num_heads={heads} does not divide 4 key channels, 4 value channels"
-        ):
+    with pytest.raises(ValueError, match="num_heads=3 does not divide 4 key channels, 4 value channels"):
+        affine_self_conv(*tensors, num_heads=3)
+    for heads in (0, -1):
+        with pytest.raises(ValueError, match=f"^num_heads: expected an integer ≥ 1; got {heads}$"):
             affine_self_conv(*tensors, num_heads=heads)
     with pytest.raises(ValueError, match="unknown group 'p5'"):
         affine_self_conv(*tensors, num_heads=2, group="p5")

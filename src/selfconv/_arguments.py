@@ -42,7 +42,7 @@ def check_switch(name: str, switch: object) -> None:
 
 
 def describe_value(given: object) -> str:
-    """The value for an error message; for long values their type."""
+    """The value for an error message; of tensors, lists and other objects the type alone."""
     if isinstance(given, type):
         return f"the class {given.__name__}"
     if given is None or isinstance(given, bool | int | float | str | np.generic):

@@ -1,4 +1,5 @@
-# Everything sets itself up in .venv: `make demo` and `make test` need only Python >= 3.11 and make.
+# Everything sets itself up in .venv: `make demo` and `make test` need only Python >= 3.11 and make. But the tests of
+# `selfconv explore` need Chromium: if it is not installed, `make test` installs Debian's by `sudo apt-get`.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,7 +25,6 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 		$(BIN)/python -m pip install --quiet --no-compile -e '.[$(EXTRAS)]'
 	@touch $@
 
-# for the tests of `selfconv explore`
 browser:
 	@command -v chromium >/dev/null || { \
 		sudo=$$(test "$$(id -u)" = 0 || echo sudo); \

@@ -558,5 +558,5 @@ def test_every_promise_has_its_test(row: list[str]) -> None:
         assert re.search(rf"^ *def {name}\(", source_of(file), re.MULTILINE), f"no {name} in {file}"
 
 
-def test_the_table_is_there() -> None:
+def test_the_table_of_faults_is_there() -> None:
     assert len(ROWS) >= 20

@@ -109,7 +109,7 @@ def test_which_elements_are_exact() -> None:
 @band_limited_group
 @pytest.mark.parametrize("k", [1, 3, 5])
 def test_rotations_of_filters_compose(group: Group, k: int) -> None:
-    """Steering is a homomorphism, as the basis turned is a sum of the basis. Exact elements move pixels."""
+    """Steering is a homomorphism, as the basis turned is a sum of the basis."""
     shape = (2, len(group), *group.parameter_shape(k))
     filters = group.window_values(torch.randn(shape, dtype=torch.float64), k)
     steered, planar = group.steer(filters), group.steer(filters[:, 0], planar=True)
@@ -120,9 +120,19 @@ def test_rotations_of_filters_compose(group: Group, k: int) -> None:
             ab = group.product[a][b]
             torch.testing.assert_close(planar_again[:, a], planar[:, ab], rtol=0, atol=1e-12)
             torch.testing.assert_close(again[:, a], steered[:, ab], rtol=0, atol=1e-12)
+
+
+@band_limited_group
+@pytest.mark.parametrize("k", [1, 3, 5])
+def test_exact_elements_permute_the_filters_pixels(group: Group, k: int) -> None:
+    shape = (2, len(group), *group.parameter_shape(k))
+    filters = group.window_values(torch.randn(shape, dtype=torch.float64), k)
+    steered, planar = group.steer(filters), group.steer(filters[:, 0], planar=True)
     for p in group:
         if group.exact[p]:
             torch.testing.assert_close(steered[:, p], group.act(filters, p), rtol=0, atol=1e-12)
+            expected = group.act_planar(filters[:, 0], p)
+            torch.testing.assert_close(planar[:, p], expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("k", [1, 3, 5, 7, 9])

@@ -500,7 +500,7 @@ def test_checkpoints_that_name_no_run_are_refused(
 
 @pytest.mark.parametrize("command", ["predict", "evaluate", "export", "explore", "figures"])
 @pytest.mark.parametrize("value", [math.nan, 1e38], ids=str)
-def test_weights_that_are_no_numbers(
+def test_nan_and_infinite_weights(
     command: str, value: float, originals: dict[str, Original], tmp_path: Path
 ) -> None:
     """Also such as are, but whose outputs are not."""

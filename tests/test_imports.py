@@ -16,12 +16,12 @@ LEAVES = [  # import nothing of ours
     "_arguments", "_compiler", "_extras", "_files", "_harmonics", "_lazy", "_memory", "_resample", "_text",
     "_version",
 ]  # fmt: skip
-ROOMS = [  # each may import from the leaves and from those before it
+SUBPACKAGES = [  # each may import from the leaves and from those before it
     "groups", "ops", "nn", "examples", "models", "testing", "data", "train", "trained", "study", "bench",
     "visualize", "explorer", "cli",
 ]  # fmt: skip
 # modules at the top that belong to a subpackage
-FACADES = {"timm": "models", "escnn": "nn", "__main__": "cli", "__init__": "cli"}
+TOP_LEVEL_MODULES = {"timm": "models", "escnn": "nn", "__main__": "cli", "__init__": "cli"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -35,7 +35,7 @@ MODULES = {module_of(path): path for path in FILES}
 
 def subpackage_of(module: str) -> str:
     name = [*module.split("."), "__init__"][1]
-    return FACADES.get(name, name)
+    return TOP_LEVEL_MODULES.get(name, name)
 
 
 @cache
@@ -69,7 +69,9 @@ def test_imports_go_one_way_and_not_past_an_api(path: Path) -> None:
         if there in LEAVES:
             continue
         assert here not in LEAVES, f"a leaf imports {module}"
-        assert ROOMS.index(there) <= ROOMS.index(here), f"{here} imports {module}, which comes after it"
+        assert SUBPACKAGES.index(there) <= SUBPACKAGES.index(here), (
+            f"{here} imports {module}, which comes after it"
+        )
         if there != here:
             assert module == f"selfconv.{there}", f"imports {module}, past the API of {there}"
             if MODULES[module].name == "__init__.py":
@@ -87,4 +89,4 @@ def test_no_import_cycles() -> None:
 
 def test_every_subpackage_is_listed() -> None:
     found = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES}
-    assert found == {*LEAVES, *ROOMS, *FACADES}
+    assert found == {*LEAVES, *SUBPACKAGES, *TOP_LEVEL_MODULES}

@@ -216,7 +216,7 @@ print(sum(p.numel() for p in selfconv.create_model("p4resnet29_asc").parameters(
     assert (run.stdout, run.stderr, run.returncode) == ("271842\n", "", 0)
 
 
-def test_the_command(empty: Path, tmp_path: Path) -> None:
+def test_the_installed_command(empty: Path, tmp_path: Path) -> None:
     run = in_empty(empty, "selfconv", "--help", cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert {"train", "evaluate", "predict", "export", "models", "audit", "bench"} <= {*run.stdout.split()}

@@ -21,6 +21,7 @@ from selfconv._files import read_as
 from selfconv.models import count_parameters, create_model
 from selfconv.study.paper import TABLES
 from selfconv.study.plans import FAIR_BASELINE, PlanFile
+from selfconv.study.samples import Sample
 from selfconv.train import Interrupted, Record, StopSignals, train
 from selfconv.trained import Evaluation, evaluate, open_trained
 
@@ -119,6 +120,48 @@ def test_unfinished_runs_are_kept_until_they_have_finished(
     evaluate(open_trained(elsewhere), pictures=False)
     assert publish(tmp_path / "elsewhere", weights=False) == []
     assert not kept.exists()
+
+
+DIGITS = {  # the networks of the first table, by their names there
+    "convolution": "resnet29",
+    "convolution, squeeze and excite": "resnet29_se",
+    "stand-alone self-attention": "resnet29_sasa",
+    "simple ASC": "resnet29_simple_asc",
+    "ASC": "resnet29_asc",
+    "p4 convolution": "p4resnet29",
+    "p4 convolution, squeeze and excite": "p4resnet29_se",
+    "p4 convolution, pooling instead of stride": "p4resnet29_pool",
+    "p4 simple ASC": "p4resnet29_simple_asc",
+    "p4 ASC": "p4resnet29_asc",
+}
+
+
+def test_the_readme_shows_what_is_published_of_the_digits() -> None:
+    """Means and deviations over the runs of a network, and the largest of their equivariance errors."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    section = text.partition("**Digits.**")[2].partition("Caveat")[0]
+    rows = {
+        name.strip(): [cell.strip() for cell in cells.split("|")]
+        for name, cells in re.findall(r"^\| ([a-zA-Z][^|]*)\|(.*)\|$", section, re.MULTILINE)
+    }
+    study = ROOT / "results" / "demo"
+    runs: dict[str, list[Path]] = {}
+    for trial in read_as(PlanFile, study / "plan.json").trials:
+        runs.setdefault(trial.model, []).append(study / trial.folder)
+    expected = {}
+    for name, model in DIGITS.items():
+        folders = runs.pop(model)
+        assert len(folders) == 3
+        evaluations = [read_as(Evaluation, folder / "evaluation.json") for folder in folders]
+        largest = max(evaluation.equivariance_error for evaluation in evaluations)
+        expected[name] = [
+            f"{read_as(Record, folders[0] / 'record.json').parameters:,}",
+            str(Sample.of([100 * evaluation.accuracy for evaluation in evaluations])),
+            str(Sample.of([100 * evaluation.turned_accuracy for evaluation in evaluations])),
+            f"{largest:.2g}" if largest > 0.01 else f"{largest:.0e}".replace("e-0", "e-"),
+        ]
+    assert not runs
+    assert rows == expected
 
 
 def test_the_readme_shows_what_is_published_of_cifar10() -> None:

@@ -31,18 +31,18 @@ def of_python(number: Number) -> Number:
 def check_not_negative(name: str, number: float) -> float:
     """Raises an error, which begins with ``name``, unless a number is finite and 0 or more; returns it."""
     if not is_number(number) or not 0 <= number < math.inf:
-        raise ValueError(f"{name}: expected a finite number of 0 or more; got {what(number)}")
+        raise ValueError(f"{name}: expected a finite number of 0 or more; got {describe_value(number)}")
     return of_python(number)
 
 
 def check_switch(name: str, switch: object) -> None:
     """Raises an error, which begins with ``name``, unless the switch is a boolean (``"no"`` is true)."""
     if not isinstance(switch, bool | np.bool_):
-        raise ValueError(f"{name}: expected True or False; got {what(switch)}")
+        raise ValueError(f"{name}: expected True or False; got {describe_value(switch)}")
 
 
-def what(given: object) -> str:
-    """A value of a few characters, or else what it is."""
+def describe_value(given: object) -> str:
+    """The value for an error message; of tensors, lists and other objects the type alone."""
     if isinstance(given, type):
         return f"the class {given.__name__}"
     if given is None or isinstance(given, bool | int | float | str | np.generic):

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and files from anywhere, checked before they are believed."""
+"""Files that are written whole or not at all, and files from anywhere, validated before use."""
 
 from __future__ import annotations
 

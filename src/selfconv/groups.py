@@ -9,7 +9,7 @@ A group here is the rotational (and mirror) part H of a group G of the plane's s
     d8, d12, d16  H = D_N          and mirrors
 
 An element is the matrix by which it moves (row, column) offsets. Everything else, tables and actions alike,
-follows from the matrices, so a new group is one more line in ``GROUPS``.
+follows from the matrices, so a new group is one more entry in ``GROUPS.update`` at the end of this file.
 
 Elements of z2, p4 and p4m map the grid to itself: they permute pixels, and act exactly. Other elements need
 values between the pixels. Their tables are exact too; they act on filters through a band-limited basis
@@ -341,7 +341,7 @@ def _steering(matrices: tuple[Matrix, ...], k: int, _: int) -> Array:
 
 @cache
 def _planes(matrices: tuple[Matrix, ...], *_: int) -> Index:
-    """Where, in R-major order, plane P⁻¹R of the filter turned by P stands, for P, R in order."""
+    """Where plane P⁻¹R of the filter turned by P stands in a flat [plane, P], for P, R in order."""
     group = _unnamed(matrices)
     return np.array([group.quotient[p][r] * len(group) + p for p in group for r in group])
 
@@ -354,7 +354,7 @@ def _planar_index(matrices: tuple[Matrix, ...], rows: int, columns: int) -> Inde
 
 
 def _places(group: Group, p: int, rows: int, columns: int) -> list[int]:
-    """The same for one element, which is exact."""
+    """Where ψ(P⁻¹y) stands in a flat filter, for one exact element P."""
     places = []
     for i in range(rows):
         for j in range(columns):

@@ -368,7 +368,7 @@ CALL = {"image": 0, "angle": 0, "home": [3, 4], "layer": 0, "heads": [0, 0], "ch
     ],
     ids=str,
 )  # fmt: skip
-def test_calls_that_are_none(answers: Answers, change: dict[str, Any], message: str) -> None:
+def test_invalid_calls(answers: Answers, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:
         answers.choice(CALL | change)
     assert str(caught.value).startswith(message)

@@ -123,7 +123,7 @@ def refusal(scope: dict[str, Any]) -> int | None:
 
 
 @pytest.mark.parametrize("host", ["[::::]", "[1.2.3]", "[::1%]", "a:99999999", "localhost, x", ""])
-def test_hosts_that_are_none(host: str) -> None:
+def test_invalid_hosts(host: str) -> None:
     scope = {"path": "/", "method": "GET", "headers": [(b"host", host.encode())]}
     assert refusal(scope) in (400, 403)
     scope["headers"] = [(b"host", b"localhost"), (b"origin", f"http://{host}".encode())]
@@ -256,7 +256,7 @@ def test_non_loopback_host_prints_a_warning(
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_other_work_lets_what_is_urgent_pass() -> None:
+def test_urgent_requests_go_first() -> None:
     urgent, order = Urgent(), list[str]()
 
     def other() -> None:

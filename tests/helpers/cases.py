@@ -25,7 +25,7 @@ TILTED = Group(
 )
 BAND_LIMITED = ("c8", TILTED)
 ALL_GROUPS: tuple[str | Group, ...] = (*GROUPS, *BAND_LIMITED)
-HALVES_OF_A_TURN = Group("c2", (IDENTITY, ((-1, 0), (0, -1))))  # keeps rows and columns apart
+C2 = Group("c2", (IDENTITY, ((-1, 0), (0, -1))))  # keeps rows and columns apart
 FILTERS = ("psi_k", "beta_k", "psi_v", "beta_v")
 EFFORT = int(os.environ.get("SELFCONV_TEST_EFFORT", "1"))  # `make test-long` tries many times more
 
@@ -227,7 +227,7 @@ def cases(
     draw: st.DrawFn, *, dense: bool = True, small: bool = True, dtypes: tuple[Any, ...] = DTYPES
 ) -> Case:
     """Shapes that fit the slow reference if ``small``; otherwise ones that fill vectors and span strips."""
-    group = draw(st.sampled_from((*ALL_GROUPS, HALVES_OF_A_TURN)))
+    group = draw(st.sampled_from((*ALL_GROUPS, C2)))
     few = st.integers(1, 2)
     heads, channels = (few, few) if small else (st.sampled_from((2, 1, 3, 4, 8, 12)), st.sampled_from(WIDTHS))
     num_heads, head_channels = draw(heads), draw(st.tuples(channels, channels))

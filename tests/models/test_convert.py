@@ -390,7 +390,7 @@ def test_where_matches_no_convolution() -> None:
         ValueError, match=r"no spatial convolution is named 'layer1.0.conv'; the nearest are 'layer1.0"
     ):
         convert(Network(), where="layer1.0.conv", num_heads=4)
-    with pytest.raises(ValueError, match="num_heads: expected ≥ 1; got 0"):
+    with pytest.raises(ValueError, match=r"^convert: num_heads: expected an integer ≥ 1; got 0$"):
         convert(Network(), num_heads=0)
     with pytest.raises(ValueError, match="no spatial convolution is named 'x'; there are none"):
         convert(nn.Sequential(nn.Linear(3, 3)), where="x")

@@ -466,7 +466,7 @@ class WithCell(nn.Module):
         return self.cell(x)
 
 
-def test_export_takes_a_layer_named_cell_for_no_number() -> None:
+def test_export_ignores_a_layer_named_cell() -> None:
     model, x = WithCell(), torch.randn(3, 3, 9, 11)
     program = export_program(model, input_shape=(3, 16, 16), any_size=True).module()
     torch.testing.assert_close(program(x), model(x))

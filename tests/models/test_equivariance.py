@@ -102,7 +102,7 @@ def test_audit_names_the_strided_layer_of_p4resnet29() -> None:
 
 
 @pytest.mark.parametrize("name", ["p4resnet29", "p4resnet29_asc", "p4mresnet29_se", "resnet29_sasa"])
-def test_audit_passes_what_pools(name: str) -> None:
+def test_audit_passes_networks_that_pool(name: str) -> None:
     overrides = tiny_options(name, downsample="pool", num_heads=1)
     assert audit(with_active_norms(create_model(name, in_channels=1, **overrides)), 16).passed
 

@@ -34,6 +34,7 @@ from selfconv.models import (
     model_info,
     models_table,
 )
+from selfconv.models.table import _VARIANTS, DEPTHS, _at_every_depth
 from selfconv.nn import GroupBatchNorm, LocalAttention2d
 from selfconv.ops import affine_self_conv_flops
 from selfconv.train import paper_recipe
@@ -104,15 +105,17 @@ def test_the_documentation_tells_the_counts_we_have() -> None:
 
 
 def test_a_variant_may_have_any_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line in ``_VARIANTS`` is all it takes, also with an option that is no field of ``ModelFacts``."""
-    monkeypatch.setitem(MODELS, "resnet29_wide_window", {"depth": 29, "kernel_size": 7, "pool": "max"})
+    """A line in ``_VARIANTS`` is all the code needs, also with options that ``ModelFacts`` has not."""
+    line = {"resnet{}_wide_window": {"kernel_size": 7, "pool": "max"}}
+    for name, options in _at_every_depth(_VARIANTS | line).items():
+        monkeypatch.setitem(MODELS, name, options)
+    assert list_models("*_wide_window") == ["resnet29_wide_window", "resnet83_wide_window"]
     facts = model_facts("resnet29_wide_window", group="p4")
     assert facts is not None
     assert facts.label == "p4ResNet29+kernel_size=7+pool=max"  # not that of the baseline
     assert paper_recipe("resnet29_wide_window").epochs == 100
     model = create_model("resnet29_wide_window", depth=11)
     assert (model.config["kernel_size"], model.config["pool"]) == (7, "max")
-    assert "resnet29_wide_window" in list_models("resnet29*")
 
 
 def test_kinds_of_spatial_layers_differ_in_label_and_title() -> None:
@@ -127,9 +130,10 @@ def test_kinds_of_spatial_layers_differ_in_label_and_title() -> None:
         assert any(isinstance(layer, LocalAttention2d) for layer in layers) == kind.attention
 
 
-def test_the_names() -> None:
+def test_the_names_of_the_models() -> None:
+    """A name for each variant and depth, among them the paper's; patterns select from them."""
     names = list_models()
-    assert len(names) == len(set(names)) == 44
+    assert len(names) == len(_VARIANTS) * len(DEPTHS)
     assert {n for n in names if "29" in n} >= set(EXACT)
     assert {n.replace("29", "83") for n in EXACT} <= set(names)
     assert {"p4resnet29_simple_asc", "p4resnet29_asc_se", "p4mresnet29", "p4mresnet29_asc"} <= set(names)
@@ -322,7 +326,7 @@ def test_asking_for_information_draws_no_random_numbers() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_the_table() -> None:
+def test_the_table_of_models() -> None:
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(models_table("*resnet29_asc"))
     text = console.export_text()
@@ -390,11 +394,19 @@ def test_unknown_name_without_a_near_match() -> None:
         (
             "p4resnet29_asc",
             {"num_heads": 3},
-            "got num_heads=3 for widths [(]8, 16, 32[)] on group 'p4', where 1, 2, 4, 8 would fit",
+            "asc: num_heads=3 does not divide the widths .* on group 'p4'; expected one of 1, 2, 4, 8$",
         ),
-        ("resnet29_asc", {"widths": (6, 12, 24)}, "num_heads=8 for widths [(]6, 12, 24[)] on group 'z2'"),
-        ("resnet29_sasa", {"group": "p4"}, "sasa needs an even number of channels per head; got num_heads=8"),
-        ("resnet29_sasa", {"widths": (5, 5, 5)}, "no number would fit"),
+        (
+            "resnet29_asc",
+            {"widths": (6, 12, 24)},
+            "num_heads=8 does not divide the widths [(]6, 12, 24[)] on group 'z2'",
+        ),
+        (
+            "resnet29_sasa",
+            {"group": "p4"},
+            "sasa: num_heads=8 leaves an odd number of channels per head for the widths [(]8, 16, 32[)]",
+        ),
+        ("resnet29_sasa", {"widths": (5, 5, 5)}, "the widths [(]5, 5, 5[)] .*; expected even widths$"),
     ],
 )
 def test_bad_options(name: str, options: dict[str, Any], message: str) -> None:

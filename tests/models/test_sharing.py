@@ -239,7 +239,7 @@ def test_saved_weights_have_the_permissions_of_other_new_files(tmp_path: Path) -
     assert modes["model.safetensors"] == modes["new"]
 
 
-def test_none_are_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_weights_are_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for module in (table, registry):
         monkeypatch.setattr(module, "WEIGHTS", tmp_path)
     with pytest.raises(

@@ -10,7 +10,7 @@ import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.cases import ALL_GROUPS, HALVES_OF_A_TURN, more
+from helpers.cases import ALL_GROUPS, C2, more
 from torch import Tensor, nn
 
 import selfconv.examples
@@ -284,7 +284,7 @@ def test_concatenate() -> None:
         concatenate(group="p4")
 
 
-@pytest.mark.parametrize("group", ["z2", "p4", HALVES_OF_A_TURN], ids=str)
+@pytest.mark.parametrize("group", ["z2", "p4", C2], ids=str)
 def test_bottleneck(group: str | Group) -> None:
     torch.manual_seed(0)
     x = features(group)

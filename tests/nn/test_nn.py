@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.cases import ALL_GROUPS, D3, TILTED, Layout, channels_last, contiguous, strided
+from helpers.cases import ALL_GROUPS, C2, D3, TILTED, Layout, channels_last, contiguous, strided
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from selfconv.groups import IDENTITY, Group, get_group
+from selfconv.groups import Group, get_group
 from selfconv.nn import (
     AffineConv2d,
     AffineSelfConv2d,
@@ -42,8 +42,6 @@ from selfconv.nn import (
 )
 from selfconv.ops import affine_self_conv, reference
 from selfconv.testing import assert_equivariant, centre_error, shift_error
-
-C2 = Group("c2", (IDENTITY, ((-1, 0), (0, -1))))
 
 
 class SameMask(GroupDropout):
@@ -273,6 +271,55 @@ def test_simple_asc_is_equation_14(group: str | Group, psi: str) -> None:
     out = reference.simple_group_asc(f, psi_kv, values(layer.beta_kv, g), g, 2, layer.scale)
     batch = x[None] if len(g) > 1 else x[None, :, 0]
     torch.testing.assert_close(layer(batch).reshape(out.shape), heads_map(out, layer), rtol=0, atol=1e-10)
+
+
+def test_planar_convolution_is_equation_1() -> None:
+    layer = GroupConv2d(2, 4, 3, padding=1, bias=False, group="z2", dtype=torch.float64)
+    f = torch.randn(2, 3, 4, dtype=torch.float64)
+    torch.testing.assert_close(layer(f[None])[0], reference.convolution(f, layer.weight), rtol=0, atol=1e-12)
+
+
+def planar_maps(layer: LocalAttention2d, f: Tensor) -> list[Tensor]:
+    """Of query, key and value, or of the one map of simple ASC, by Eq. 8; their biases are made random."""
+    assert layer.b_in is not None
+    nn.init.normal_(layer.b_in)
+    maps = zip(
+        layer.w_in.flatten(1).split(layer.out_channels), layer.b_in.split(layer.out_channels), strict=True
+    )
+    return [reference.linear_map(f, w, b) for w, b in maps]
+
+
+def test_planar_simple_asc_is_equation_7() -> None:
+    layer = SimpleAffineSelfConv2d(2, 4, 3, num_heads=2, dtype=torch.float64)
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
+    (f,) = planar_maps(layer, x)
+    out = reference.simple_asc(f, layer.psi_kv, layer.beta_kv, 2, layer.scale)
+    torch.testing.assert_close(layer(x[None]), F.conv2d(out[None], layer.w_out), rtol=0, atol=1e-10)
+
+
+def test_planar_asc_is_equations_8_to_11() -> None:
+    layer = AffineSelfConv2d(2, 4, 3, num_heads=2, dtype=torch.float64)
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
+    q, k, v = planar_maps(layer, x)
+    stored = dict(layer.named_parameters())
+    psi_q, psi_k, psi_v, beta_q, beta_k, beta_v = (stored[f"{a}_{m}"] for a in ("psi", "beta") for m in "qkv")
+    query = reference.asc_query(q, psi_q.flatten(), beta_q)
+    alpha = layer.attention_weights(x[None])[0]  # [num_heads, k, k, h, w]
+    for i, j in reference.positions(query):
+        scores = reference.asc_score(query, k, psi_k, beta_k, (i, j), 2, layer.scale)
+        expected = torch.stack(list(scores.values()), 1).reshape(2, 3, 3)
+        torch.testing.assert_close(alpha[..., i, j], expected, rtol=0, atol=1e-10)
+    out = reference.asc(query, k, v, psi_k, beta_k, psi_v, beta_v, 2, layer.scale)
+    torch.testing.assert_close(layer(x[None]), F.conv2d(out[None], layer.w_out), rtol=0, atol=1e-10)
+
+
+def test_sasa_without_offsets_is_equation_5() -> None:
+    layer = StandAloneSelfAttention2d(2, 8, 3, num_heads=2, dtype=torch.float64)
+    nn.init.zeros_(layer.beta_k)
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
+    q, k, v = planar_maps(layer, x)
+    out = reference.attention(q, k, v, 3, 2, layer.scale)
+    torch.testing.assert_close(layer(x[None]), F.conv2d(out[None], layer.w_out), rtol=0, atol=1e-10)
 
 
 def test_sasa_scores_with_row_and_column_offsets() -> None:
@@ -615,10 +662,10 @@ def test_layer_attention_weights_sum_to_one(group: str | Group) -> None:
             "kernel_size: expected an odd integer ≥ 1, or two, (rows, columns); got -3",
         ),
         (lambda: AffineSelfConv2d(4.0, 8), "in_channels=4.0"),  # type: ignore[arg-type]
-        (lambda: AffineSelfConv2d(4, 8, num_heads=0), "num_heads=0 does not divide 8 key channels"),
+        (lambda: AffineSelfConv2d(4, 8, num_heads=0), "num_heads: expected an integer ≥ 1; got 0"),
         (lambda: AffineSelfConv2d(4, 8, key_channels=0), "out_channels=8, key_channels=0, stride=1"),
         (lambda: StandAloneSelfAttention2d(4, 0), "key_channels=0, out_channels=0"),
-        (lambda: StandAloneSelfAttention2d(4, 8, num_heads=0), "num_heads=0 does not divide 8 key channels"),
+        (lambda: StandAloneSelfAttention2d(4, 8, num_heads=0), "num_heads: expected an integer ≥ 1; got 0"),
         (lambda: GroupConv2d(4, 8, (3, 3)), "kernel_size=(3, 3), stride=1"),  # type: ignore[arg-type]
         (
             lambda: GroupBatchNorm(0),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.cases import HALVES_OF_A_TURN
+from helpers.cases import C2
 from torch import Tensor, nn
 
 from selfconv.groups import IDENTITY, MIRROR, Group, get_group
@@ -36,7 +36,7 @@ ON_SEQUENCES: dict[str, Callable[[Group], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("group", ["z2", REFLECTION, HALVES_OF_A_TURN], ids=str)
+@pytest.mark.parametrize("group", ["z2", REFLECTION, C2], ids=str)
 @pytest.mark.parametrize("name", ON_SEQUENCES)
 def test_layers_of_maps_take_sequences(name: str, group: str | Group) -> None:
     """As maps of one row; equivariant to reversal, and their gradients are right."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import ROOT
-from helpers.cases import ALL_GROUPS, HALVES_OF_A_TURN
+from helpers.cases import ALL_GROUPS, C2
 from torch import Tensor, nn
 
 import selfconv.nn.attention.local_attention as local_attention
@@ -31,7 +31,7 @@ from selfconv.testing import centre_error, equivariance_error, relative_error
 
 MODES = ("zeros", "circular", "exclude")
 KINDS = (AffineSelfConv2d, LiftingSelfConv2d, SimpleAffineSelfConv2d, StandAloneSelfAttention2d)
-GROUPS = (*ALL_GROUPS, HALVES_OF_A_TURN)
+GROUPS = (*ALL_GROUPS, C2)
 REFLECTION = Group("mirror", (IDENTITY, MIRROR))
 kinds_and_groups = pytest.mark.parametrize(
     ("kind", "group"),
@@ -194,7 +194,7 @@ def test_dropped_weights_are_those_that_aggregate() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("group", ["z2", REFLECTION, HALVES_OF_A_TURN], ids=str)
+@pytest.mark.parametrize("group", ["z2", REFLECTION, C2], ids=str)
 def test_sequences(group: str | Group, mode: Any) -> None:
     """Equal to the layer on maps of one row; equivariant to reversal and, in a circle, to shifts."""
     g = get_group(group)

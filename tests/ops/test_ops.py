@@ -35,6 +35,14 @@ def test_windows_larger_than_the_image(k: int) -> None:
     assert_close(case.gradients(backend="eager"), case.gradients(backend="reference"), 1e-10)
 
 
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "reference"])
+@pytest.mark.parametrize("group", ["z2", "p4"])
+def test_every_backend_is_the_reference(group: str, backend: str) -> None:
+    """The output and all gradients, of every entry of ``_BACKENDS``."""
+    case = Case(group, 1, (2, 1), 2, 3, (3, 2))
+    assert_close(case.gradients(backend=backend), case.expected("reference"))
+
+
 # ---- special cases of the paper ----
 
 
@@ -291,10 +299,10 @@ def test_heads_groups_backends_and_types() -> None:
     t = arguments()
     names = ("q", "k", "v", "psi_k", "beta_k", "psi_v", "beta_v")
     tensors = [x for x in (t[n] for n in names) if x is not None]
-    for heads in (3, 0, -1):
-        with pytest.raises(
-            ValueError, match=f"num_heads={heads} does not divide 4 key channels, 4 value channels"
-        ):
+    with pytest.raises(ValueError, match="num_heads=3 does not divide 4 key channels, 4 value channels"):
+        affine_self_conv(*tensors, num_heads=3)
+    for heads in (0, -1):
+        with pytest.raises(ValueError, match=f"^num_heads: expected an integer ≥ 1; got {heads}$"):
             affine_self_conv(*tensors, num_heads=heads)
     with pytest.raises(ValueError, match="unknown group 'p5'"):
         affine_self_conv(*tensors, num_heads=2, group="p5")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -130,6 +131,33 @@ def test_eq24_beta_summed_over_the_group_is_a_function_on_the_plane(group: Group
         summed = ref.sum_(ref.group_affine_map(f, psi, beta, g, p, (1, 1), r, (0, 1)) for r in g)
         planar = ref.summed_affine_map(f, psi, beta.sum(1), g, p, (1, 1), (0, 1))
         torch.testing.assert_close(summed, planar)
+
+
+def test_eq22_eq23_the_affine_map_commutes_with_shifts() -> None:
+    """A_(x)[L_t f](y) = A_(x−t)[f](y−t) at the neighbours, among them the centre y = x."""
+    f, (psi, beta) = torch.randn(2, 6, 6), torch.randn(2, 2, 3, 3)
+    shifted, x = f.roll((1, 2), (-2, -1)), (3, 3)
+    for y in ref.neighbours(x, 3):
+        expected = ref.affine_map(f, psi, beta, (x[0] - 1, x[1] - 2), (y[0] - 1, y[1] - 2))
+        assert torch.equal(ref.affine_map(shifted, psi, beta, x, y), expected)
+
+
+@pytest.mark.parametrize("group", [P4, P4M], ids=str)
+def test_eq26_eq27_the_affine_map_commutes_with_the_group(group: Group) -> None:
+    """A_(P,x)[L_S f](R, y) = A_(S⁻¹P,S⁻¹x)[f](S⁻¹R, S⁻¹y), at the centre y = x and at neighbours."""
+    g, x = group, (1, 2)
+    f, (psi, beta) = torch.randn(2, len(g), 5, 5), torch.randn(2, 2, len(g), 3, 3)
+
+    def back(y: tuple[int, int], s: int) -> tuple[int, int]:
+        i, j = map(int, g.apply(g.inverse[s], (y[0] - 2, y[1] - 2)))
+        return i + 2, j + 2
+
+    for s, p, r in product(g, g, (0, len(g) - 1)):
+        moved = g.act(f, s)
+        for y in (x, (2, 2), (1, 3), (0, 1)):
+            s_p, s_r = g.product[g.inverse[s]][p], g.product[g.inverse[s]][r]
+            expected = ref.group_affine_map(f, psi, beta, g, s_p, back(x, s), s_r, back(y, s))
+            assert torch.equal(ref.group_affine_map(moved, psi, beta, g, p, x, r, y), expected)
 
 
 FOUR_TURNS = [4321.5, 1432.5, 2143.5, 3214.5]  # Σ_R f(R) ψ(P⁻¹R) + ½ for f = 1, 2, 3, 4, ψ = 1, 10, 100, 1000

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.cases import ALL_GROUPS, HALVES_OF_A_TURN, Case, assert_close
+from helpers.cases import ALL_GROUPS, C2, Case, assert_close
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -37,13 +37,13 @@ def test_windows_agree_with_the_reference(window: dict[str, Any], mode: str, bac
 
 @pytest.mark.parametrize("backend", ["eager", "numba"])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("group", ["p4", HALVES_OF_A_TURN], ids=str)
+@pytest.mark.parametrize("group", ["p4", C2], ids=str)
 @pytest.mark.parametrize("lifting", [False, True])
 def test_windows_on_groups_agree_with_the_reference(
     group: str | Group, mode: str, lifting: bool, backend: str
 ) -> None:
     case = replace(Z2, group=group, batch=1, padding_mode=mode, dilation=2, lifting=lifting)
-    if group == HALVES_OF_A_TURN:
+    if group == C2:
         case = replace(case, kernel_size=(1, 3), dilation=(1, 2))
     assert_close(case.gradients(backend=backend), case.expected("reference"))
 
@@ -103,7 +103,7 @@ def uniform(x: Tensor, **options: Any) -> Tensor:
     return affine_self_conv(0 * x, x, x, None, None, None, None, num_heads=1, **options)
 
 
-def test_borders_are_what_torch_calls_so() -> None:
+def test_padding_modes_match_torch() -> None:
     x = torch.randn(2, 1, 5, 6, dtype=torch.float64)
     ones = x.new_ones(1, 1, 3, 3)
     zeros = F.conv2d(x, ones / 9, padding=2, dilation=2)

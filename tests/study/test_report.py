@@ -575,7 +575,7 @@ def test_a_missing_extra_is_named(
 # ---- files ----
 
 
-def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_report_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     make_run(tmp_path / "deep" / "er" / "a")
     main(["report", str(tmp_path / "deep"), "--out", str(tmp_path / "out")])
     printed = [Path(line) for line in capfd.readouterr().out.splitlines()]

@@ -55,7 +55,7 @@ def refused(call: Callable[[], Any], message: str) -> None:
 REFUSED: dict[str, tuple[Callable[..., Any], Tensor, str | Group, str]] = {
     "no images": (conv(), X[:0], "p4", "x: expected inputs of one entry or more; got shape [0, 3, 9, 9]"),
     "no pixels": (nn.ReLU(), X[..., :0], "p4", "x: expected inputs of one entry or more; got shape [2, 3, 9"),
-    "no element": (conv(), X, "z2", "group: expected one with an element besides the identity; got 'z2'"),
+    "no element": (conv(), X, "z2", "group: expected a group of two or more elements; got 'z2'"),
     "no output": (
         lambda x: x[:, :0], X, "p4",
         "expected a model that returns a tensor of one entry or more; got shape [2, 0, 9, 9]",
@@ -131,7 +131,7 @@ def test_between_the_pixels_alone(group: Group) -> None:
         assert_equivariant(conv().double(), smooth, group, between=0.1)
 
 
-NONE = "group: expected one with an element besides the identity; got 'z2'"
+NONE = "group: expected a group of two or more elements; got 'z2'"
 SHAPE = "shape: expected [N, C, h, w] on group 'c8', N, C ≥ 1, with odd sides, which have a centre; got "
 
 

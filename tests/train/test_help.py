@@ -188,7 +188,9 @@ class TestLearningRates:
         assert {path.name for path in (tmp_path / "x").iterdir()} == {"lr_range.csv", "lr_range.png"}
         assert len((tmp_path / "x" / "lr_range.csv").read_text().splitlines()) == len(found.rates) + 1
 
-    def test_the_command(self, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_the_lr_range_command(
+        self, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         options = ["--depth", "11", "--widths", "8", "8", "8", "--model", "resnet29", "--batch-size", "16"]
         assert run_cli("train", "--data", data, *options, "--out", tmp_path / "run", "--lr-range") == 0
         assert "the loss falls most steeply at a learning rate of" in capsys.readouterr().out

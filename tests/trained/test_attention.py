@@ -48,7 +48,7 @@ def test_without_attention() -> None:
     assert attention_entropy(create_model("resnet29", **options), data.test, DataInfo.of(data)) == {}
 
 
-def test_evaluate_reports_it() -> None:
+def test_evaluate_reports_entropy() -> None:
     attention, convolution = (evaluate(open_trained(f"digits_{name}")) for name in ("asc", "conv"))
     assert attention.attention_entropy is not None
     assert 0.9 < min(attention.attention_entropy.values()) <= (attention.mean_entropy or 0) < 0.99

@@ -53,7 +53,7 @@ def _finish(device: torch.device) -> None:
 
 
 def peak_memory(work: Work, device: torch.device) -> int:
-    """Bytes that ``work`` held at its height, beyond what was there before."""
+    """Peak bytes allocated by ``work``."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

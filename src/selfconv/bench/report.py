@@ -100,7 +100,7 @@ def joined(earlier: Results, later: Results) -> Results:
 
 
 def op_table(results: Results, section: str, batch: int, direction: str) -> tuple[list[str], list[list[str]]]:
-    """A contender a line, a shape a column: milliseconds, and how many times the 3×3 convolution's."""
+    """One row per implementation, one column per shape: milliseconds (ratio to the 3×3 convolution)."""
     wanted = (section, batch, direction)
     rows = [r for r in results.ops if (r.section, r.batch, r.direction) == wanted]
     shapes = list(dict.fromkeys((r.channels, r.size) for r in rows))

@@ -212,9 +212,9 @@ def read_values(item: Item) -> NDArray[Any]:
 
 
 def is_image_name(path: Path) -> bool:
-    """Whether a path, not of a folder, has an image's suffix, or none and the content of a common format.
+    """Whether a path is no folder and has an image's suffix, or has none and begins as a common format does.
 
-    Dead links and devices with such names count: whoever reads them is told.
+    Dead links and devices with such names count: reading them gives an error that names them.
     """
     if path.suffix or not path.is_file():
         return path.suffix.lower() in IMAGE_SUFFIXES and not path.is_dir()

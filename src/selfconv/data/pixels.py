@@ -52,7 +52,7 @@ class Clipping:
 
     @property
     def share(self) -> float:
-        """Of the values that are outside."""
+        """The fraction of values outside the range."""
         return (self.below + self.above) / max(1, self.values)
 
     def describe(self) -> str | None:

@@ -17,8 +17,8 @@ from selfconv.nn import (
 
 
 class UNet(nn.Module):
-    """``[N, in_channels, h, w] -> [N, num_classes, h, w]``: scores that turn with the image. Each next of the
-    ``widths``, which are multiples of 4 (the heads), is a level of half the sides."""
+    """``[N, in_channels, h, w] -> [N, num_classes, h, w]``: scores that turn with the image. ``widths``:
+    the channels of each level, multiples of 4 (the heads). Each level has half the sides of the last."""
 
     def __init__(
         self,

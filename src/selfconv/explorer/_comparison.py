@@ -197,7 +197,7 @@ def _comparable(one: TrainedModel, others: Sequence[TrainedModel]) -> list[Train
 
 
 def _one_of_each_group(trained: Sequence[TrainedModel]) -> list[TrainedModel]:
-    """One of each group, smallest group first, with self convolution if there is such a one."""
+    """One model per group, smallest group first; one with attention rather than one of convolution."""
     by_interest = sorted(trained, key=lambda one: one.model.config["spatial"] != "conv")
     found = {one.model.group.name: one for one in by_interest}.values()
     return sorted(found, key=lambda one: len(one.model.group))

@@ -181,11 +181,13 @@ class ResNetConfig:
             return all(w % n == 0 and (self.spatial != "sasa" or w // n % 2 == 0) for w in self.widths)
 
         if not fits(self.num_heads):
-            needs = "an even number of channels per head" if self.spatial == "sasa" else "equal heads"
-            fitting, group = [str(n) for n in range(1, 65) if fits(n)], get_group(self.group).name
+            divides = all(w % self.num_heads == 0 for w in self.widths)
+            fault = "leaves an odd number of channels per head for" if divides else "does not divide"
+            fitting = [str(n) for n in range(1, 65) if fits(n)]
+            expected = f"one of {', '.join(fitting)}" if fitting else "even widths"
             raise ValueError(
-                f"{self.spatial} needs {needs}; got num_heads={self.num_heads} for widths {self.widths} on "
-                f"group {group!r}, where {', '.join(fitting) if fitting else 'no number'} would fit"
+                f"{self.spatial}: num_heads={self.num_heads} {fault} the widths {self.widths} on group "
+                f"{get_group(self.group).name!r}; expected {expected}"
             )
 
 

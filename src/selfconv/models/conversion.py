@@ -96,7 +96,7 @@ def convert(
     if layer not in LAYERS:
         raise ValueError(f"layer: expected one of {', '.join(map(repr, LAYERS))}; got {layer!r}")
     if num_heads < 1:
-        raise ValueError(f"num_heads: expected ≥ 1; got {num_heads}")
+        raise ValueError(f"convert: num_heads: expected an integer ≥ 1; got {num_heads}")
     if isinstance(model, torch.jit.ScriptModule):
         raise ValueError("model: expected a network before torch.jit made it a script; got a ScriptModule")
     if any(isinstance(p, UninitializedParameter) for p in model.parameters()):

@@ -1,4 +1,4 @@
-"""The models by name: a variant is a line in ``_VARIANTS``. No other module parses names.
+"""The models by name: a line in ``_VARIANTS`` makes a model of each depth. No other module parses names.
 
 It does not import torch, since the command's help and the plans use it.
 """
@@ -36,11 +36,17 @@ _VARIANTS: dict[str, dict[str, Any]] = {  # name → the options in which it dif
     "c8resnet{}": {"group": "c8", "downsample": "pool"},
     "c8resnet{}_asc": {"group": "c8", "spatial": "asc"},
 }
-MODELS: dict[str, dict[str, Any]] = {
-    pattern.format(depth): {"depth": depth} | options
-    for depth in DEPTHS
-    for pattern, options in _VARIANTS.items()
-}
+
+
+def _at_every_depth(variants: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {
+        pattern.format(depth): {"depth": depth} | options
+        for depth in DEPTHS
+        for pattern, options in variants.items()
+    }
+
+
+MODELS = _at_every_depth(_VARIANTS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from selfconv._arguments import what
+from selfconv._arguments import describe_value
 from selfconv.groups import Group, own_group
 from selfconv.nn._conv import Downsample, GroupConv2d
 from selfconv.nn._gates import SqueezeExcite
@@ -78,7 +78,7 @@ class Bottleneck(nn.Module):
         if spatial is not None and (not callable(spatial) or isinstance(spatial, nn.Module)):
             raise ValueError(
                 "Bottleneck: spatial: expected a function of width and stride that returns an nn.Module; "
-                f"got {what(spatial)}"
+                f"got {describe_value(spatial)}"
             )
         self.group = own_group(group)
         self.in_channels, self.out_channels, self.stride = in_channels, self.expansion * width, stride

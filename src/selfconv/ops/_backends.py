@@ -1,4 +1,5 @@
-"""Which backend runs a call, and why. A new one is a file with a function ``run(call)``, and a line here."""
+"""Which backend runs a call, and why. A new one is a file with a function ``run(call)``, and an entry in
+``_BACKENDS``."""
 
 from __future__ import annotations
 

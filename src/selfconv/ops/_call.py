@@ -10,7 +10,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from selfconv._arguments import is_number, is_whole, of_python, what
+from selfconv._arguments import describe_value, is_number, is_whole, of_python
 from selfconv.groups import Group, get_group
 from selfconv.ops._window import Pair, Window, make_window
 
@@ -191,14 +191,14 @@ def check_scale(scale: float | None, key_channels: int, module: str = "") -> flo
     if torch.compiler.is_compiling():  # to which it may be a symbol
         return float(scale)
     if not is_number(scale) or not math.isfinite(scale):
-        raise ValueError(f"{where}scale: expected a finite number; got {what(scale)}")
+        raise ValueError(f"{where}scale: expected a finite number; got {describe_value(scale)}")
     return float(scale)
 
 
 def check_probability(name: str, p: float) -> float:
     """Raises an error, which begins with ``name``, unless p is a number from 0 to 1; returns it."""
     if not is_number(p) or not 0 <= p <= 1:
-        raise ValueError(f"{name}: expected a probability, 0 to 1; got {what(p)}")
+        raise ValueError(f"{name}: expected a probability, 0 to 1; got {describe_value(p)}")
     return of_python(p)
 
 
@@ -207,8 +207,10 @@ def check_heads(num_heads: int, module: str = "", **channels: int) -> None:
     into equal runs."""
     where = f"{module}: " if module else ""
     if not is_whole(num_heads):
-        raise TypeError(f"{where}num_heads: expected an integer ≥ 1; got {what(num_heads)}")
-    if num_heads < 1 or any(c % num_heads for c in channels.values()):
+        raise TypeError(f"{where}num_heads: expected an integer ≥ 1; got {describe_value(num_heads)}")
+    if num_heads < 1:
+        raise ValueError(f"{where}num_heads: expected an integer ≥ 1; got {num_heads}")
+    if any(c % num_heads for c in channels.values()):
         counts = ", ".join(f"{c} {name} channels" for name, c in channels.items())
         common = math.gcd(*channels.values())
         divisors = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)

@@ -376,7 +376,8 @@ def _check_compared(judge: Judge, uncompared: list[str], size: int) -> None:
     layers = {call.name for call in judge.calls.values() if call.takes_features}
     if {*layers, END[0][0]} <= {*uncompared}:
         raise ValueError(
-            "expected a model whose output depends on its input; got the same output and features for others"
+            "expected a model whose output depends on its input; got the same output and features for other "
+            "inputs"
         )
     if len(judge.group) == 1 and not judge.shifted.compared:
         raise ValueError(

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from selfconv._arguments import is_whole, what
+from selfconv._arguments import describe_value, is_whole
 from selfconv.groups import Group
 from selfconv.testing.kinds import Kind, as_tuple, default_kind
 from selfconv.testing.leaves import outputs_of, same
@@ -47,7 +47,7 @@ def without_gradients(measure: Callable[P, Result]) -> Callable[P, Result]:
 def check_group(group: Group) -> None:
     if len(group) == 1:
         raise ValueError(
-            f"group: expected one with an element besides the identity; got {group.name!r}, for which "
+            f"group: expected a group of two or more elements; got {group.name!r}, for which "
             "shift_error and audit test shifts"
         )
 
@@ -70,14 +70,14 @@ def check_whole(name: str, number: object) -> None:
 
 def check_model(model: object) -> None:
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model: expected an nn.Module; got {what(model)}")
+        raise ValueError(f"model: expected an nn.Module; got {describe_value(model)}")
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         raise ValueError("model: expected parameters with values; got some on the meta device")
 
 
 def check_module(module: object) -> None:
     if not callable(module) or isinstance(module, type):
-        raise ValueError(f"module: expected a function or an nn.Module; got {what(module)}")
+        raise ValueError(f"module: expected a function or an nn.Module; got {describe_value(module)}")
 
 
 def checked_tensors(x: object) -> tuple[Tensor, ...]:
@@ -86,7 +86,7 @@ def checked_tensors(x: object) -> tuple[Tensor, ...]:
     for t in given:
         if not isinstance(t, Tensor):
             inside = " in it" if t is not x else ""
-            raise ValueError(f"x: expected a tensor or a tuple of tensors; got {what(t)}{inside}")
+            raise ValueError(f"x: expected a tensor or a tuple of tensors; got {describe_value(t)}{inside}")
     if not given:
         raise ValueError(f"x: expected a tensor or a tuple of tensors; got {x!r}")
     check_values(given)
@@ -101,7 +101,7 @@ def check_values(tensors: Sequence[Tensor]) -> None:
 def check_map(x: object, axes: int) -> Tensor:
     """Features to shift."""
     if not isinstance(x, Tensor):
-        raise ValueError(f"x: expected a tensor; got {what(x)}")
+        raise ValueError(f"x: expected a tensor; got {describe_value(x)}")
     check_values([x])
     if x.dim() < 2 + axes:
         raise ValueError(f"x: expected rank {2 + axes} or more for axes={axes}; got shape {shapes_of([x])}")
@@ -115,7 +115,7 @@ def check_map(x: object, axes: int) -> Tensor:
 def check_mapped(y: object, axes: int) -> Tensor:
     """What a module returns for them."""
     if not isinstance(y, Tensor):
-        raise ValueError(f"expected a module that returns one tensor; got {what(y)}")
+        raise ValueError(f"expected a module that returns one tensor; got {describe_value(y)}")
     if y.dim() < 1 + axes:
         raise ValueError(
             f"expected an output of rank {1 + axes} or more for axes={axes}; got shape {shapes_of([y])}"
@@ -155,7 +155,7 @@ def check_inputs(kinds: Sequence[Kind | None], inputs: Sequence[Tensor], group: 
 
 
 def check_output(leaves: Sequence[Any]) -> None:
-    """Of the first run; ``judgeable`` leaves."""
+    """Raises ValueError unless the first run's output, as ``judgeable`` leaves, has a tensor with entries."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not any(t.numel() for t in tensors):
         raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfconv._arguments import is_number, is_whole, what
+from selfconv._arguments import describe_value, is_number, is_whole
 from selfconv._resample import round_mask
 from selfconv.groups import Group, get_group
 from selfconv.testing.checks import (
@@ -118,7 +118,7 @@ def resampling_error(x: Tensor, group: str | Group, kind: Kind | None = None) ->
     """
     group = get_group(group)
     if not isinstance(x, Tensor):
-        raise ValueError(f"x: expected a tensor; got {what(x)}")
+        raise ValueError(f"x: expected a tensor; got {describe_value(x)}")
     check_values([x])
     check_kinds("kind", kind, 1)
     if not x.numel():

@@ -169,7 +169,7 @@ def evaluate_model(model: nn.Module, split: Split, info: DataInfo, watch: Watch 
 def _evaluate_model(
     model: nn.Module, split: Split, info: DataInfo, watch: Watch | None
 ) -> tuple[Evaluation, Tensor]:
-    """Also the probabilities ``[N, classes]`` of the upright images."""
+    """The evaluation, and the probabilities ``[N, classes]`` of the upright images."""
     labels = split.labels
     outputs = {}
     for number, (name, view) in enumerate(VIEWS.items()):

@@ -79,7 +79,7 @@ class TrainedModel:
 
     @property
     def data(self) -> DataInfo:
-        """The data set that the model was trained on: classes, image size, mean and deviation."""
+        """The data set that the model was trained on: classes, size, range of values, mean, deviation."""
         return self._known()[0]
 
     @property

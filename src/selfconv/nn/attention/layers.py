@@ -245,8 +245,9 @@ class StandAloneSelfAttention2d(LocalAttention2d):
     ) -> None:
         if get_group(group).band_limited:
             raise ValueError(
-                "StandAloneSelfAttention2d: β of a row or a column offset cannot be turned by less than 90°; "
-                f"expected a group of quarter turns and mirrors, such as 'p4'; got {get_group(group).name!r}"
+                "StandAloneSelfAttention2d: β depends on the row or column alone, which a rotation by less "
+                "than 90° mixes; expected a group of quarter turns and mirrors, such as 'p4'; "
+                f"got {get_group(group).name!r}"
             )
         if not is_whole(kernel_size):
             raise ValueError(

@@ -12,12 +12,13 @@ the window, next to each other along the channels (t = j·C + c). In these maps
                 1×1 convolutions of zeros and ones
 
 The scores of a row are [N, k·heads·P, h, w]; their maximum over rows and copies makes the exponentials safe.
-The products of all rows are added, then the copies, and the sum of the exponentials is divided out last, once
-per channel. Where the output is averaged over cells, it is divided out of the weights of each row instead,
-and the products are averaged before they are added, which takes less memory. The largest tensors are k times
-the features. No operator depends on the size of the images. Runtimes such as ONNX Runtime have
-fast kernels for all of these convolutions, as long as the channels of a group fill vector registers: hence
-``LANES``. AOTInductor was faster with this form than with slices and elementwise operators over all taps.
+The products of all rows are added, then the copies. The softmax's denominator, the sum of the exponentials,
+is divided out last, once per channel. Where the output is averaged over cells, it is divided out of the
+weights of each row instead, and the products are averaged before they are added, which takes less memory. The
+largest tensors are k times the features. No operator depends on the size of the images. Runtimes such as ONNX
+Runtime have fast kernels for all of these convolutions, as long as the channels of a group fill vector
+registers: hence ``LANES``. AOTInductor was faster with this form than with slices and elementwise operators
+over all taps.
 """
 
 from __future__ import annotations

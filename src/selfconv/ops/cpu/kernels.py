@@ -11,7 +11,7 @@ For each output plane P and PARTS positions x the window is walked offset by off
     α[t]      = 2^(score[t] · scale·log2(e) − lse)
     out_c     = Σ_t α[t] · A^V_c[t]
 
-and backwards, with g the gradient of out (ops/README.md derives it):
+and backwards, with g the gradient of out (ops/README.md derives it; its ds is without the scale):
 
     dα[t] = Σ_c g_c · A^V_c[t]              ds[t] = scale · α[t] (dα[t] − Σ_t α[t] dα[t])
     dquery_c = Σ_t ds[t] · A^K_c[t]

@@ -132,7 +132,7 @@ def _backward_op(
     num_heads: int,
     scale: float,
 ) -> list[Tensor]:
-    """The gradients of query, key, value and those filters that there are."""
+    """The gradients of query, key, value and the filters that are not None."""
     refuse_tangents()
     given = [psi_k, beta_k, psi_v, beta_v]
     d_query, d_key, d_value, *d_filters = gradients = _backward_fake(grad, lse, query, key, value, *given)

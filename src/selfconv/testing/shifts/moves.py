@@ -65,7 +65,7 @@ class Move:
 
     @_on_maps
     def moves(self, x: Tensor) -> bool:
-        """Not if it goes once round a map, or several times."""
+        """False if the shift is by whole sides, longer than 1, along every axis: then it changes nothing."""
         pairs = zip(self.axes, self.cells, strict=True)
         return any(x.shape[axis] == 1 or cells % x.shape[axis] for axis, cells in pairs)
 

@@ -2,7 +2,7 @@
 
 config.json           all options
 place.json            the absolute path of its data, if they were given by a relative path
-data.json             the data: digest, classes, size, mean and deviation
+data.json             the data: digest, classes, size, range of values, mean and deviation
 seen_images.bin       8 bytes for each image to train and validate on, equal for equal pixels: a test on
                       other data leaves these images out
 metrics.jsonl         a line for each epoch; events.out.tfevents.* has the same for TensorBoard

@@ -1,7 +1,8 @@
 """Reads image files in their own depth and channels, for every module. Needs the extra ``train``.
 
 Pillow reads what has 8 bits in one or three channels, NumPy ``.npy``, and ``formats.py`` the rest: tifffile
-other TIFF files (16 and 32 bits, floating point, more channels), imagecodecs PNG files of 16 bits.
+other TIFF files (16 and 32 bits, floating point, alpha, more channels, other compressions), imagecodecs PNG
+files of 16 bits.
 """
 
 from __future__ import annotations
@@ -259,17 +260,21 @@ def _open(item: Item, max_pixels: int) -> Iterator[Image | NDArray[Any]]:
         else:
             content = item.file()
             source, head = io.BytesIO(content), content[:26]
+        page = 0
         if head[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
-            values = from_tiff(source, max_pixels)
-            if values is not None and values.dtype == np.uint8 and values.shape[2] in (1, 3):
-                yield PIL.Image.fromarray(values.squeeze(2) if values.shape[2] == 1 else values)
+            found = from_tiff(source, max_pixels)
+            if isinstance(found, int):
+                page = found
+            elif found.dtype == np.uint8 and found.shape[2] in (1, 3):
+                yield PIL.Image.fromarray(found.squeeze(2) if found.shape[2] == 1 else found)
                 return
-            if values is not None:
-                yield values
+            else:
+                yield found
                 return
         if isinstance(source, io.BytesIO):
             source.seek(0)
         with PIL.Image.open(source, formats=IMAGE_FORMATS) as image:
+            image.seek(page)
             check_size(image.width, image.height, max_pixels)
             if head[:4] == b"\x89PNG" and head[24:25] == b"\x10":
                 yield from_deep_png(source, image.getexif().get(ORIENTATION, 1))

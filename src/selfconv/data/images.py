@@ -7,8 +7,10 @@ files of 16 bits.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -238,6 +240,21 @@ def stack_items(path: Path, name: str) -> list[Item]:
     if not shape[0]:
         raise UnreadableError(f"expected one or more images; got an array of shape {list(shape)}")
     return [Item(f"{name}[{i}]", path, i) for i in range(shape[0])]
+
+
+def files_key(items: Sequence[Item]) -> str:
+    """A digest of the names, sizes and times of change of files."""
+    digest = hashlib.sha256()
+    seen: set[Path] = set()
+    for item in items:
+        assert isinstance(item.file, Path)
+        digest.update(f"{item.name}\0".encode("utf-8", "surrogateescape"))
+        if item.file not in seen:
+            seen.add(item.file)
+            found = item.file.stat()
+            state = (os.fspath(item.file.absolute()), found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+            digest.update(repr(state).encode("utf-8", "backslashreplace"))
+    return digest.hexdigest()
 
 
 # ---- files ----

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from selfconv._extras import require
-from selfconv.data.decoding import files_key
-from selfconv.data.images import Item, stack_items
+from selfconv.data.images import Item, files_key, stack_items
 from selfconv.data.pixels import DataError, GroupError, UnreadableError
 from selfconv.data.sources.listing import PARTS, Listed, Listing
 

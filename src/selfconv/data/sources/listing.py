@@ -15,8 +15,15 @@ import numpy as np
 
 from selfconv._files import check_file
 from selfconv.data.dataset import Dataset, SourcePart, build
-from selfconv.data.decoding import decode_all, files_key
-from selfconv.data.images import IMAGE_SUFFIXES, Item, is_image_name, require_image_readers, stack_items
+from selfconv.data.decoding import decode_all
+from selfconv.data.images import (
+    IMAGE_SUFFIXES,
+    Item,
+    files_key,
+    is_image_name,
+    require_image_readers,
+    stack_items,
+)
 from selfconv.data.pixels import DataError, GroupError, UnreadableError
 from selfconv.data.splits import Labels, check_groups, split_off
 

@@ -90,7 +90,7 @@ class TestWhite:
     @pytest.mark.parametrize("orientation", [1, 6])
     def test_zero_is_white(self, tmp_path: Path, bits: int, orientation: int) -> None:
         array, most = noise(6, 8, bits=bits), 2**bits - 1
-        options = {} if bits in (8, 16) else {"bitspersample": bits}
+        options: dict[str, Any] = {} if bits in (8, 16) else {"bitspersample": bits}
         options["extratags"] = [(274, 3, 1, orientation, True)]
         found = each_way(tmp_path / "x.tif", array, photometric="miniswhite", **options)[..., 0]
         upright = array if orientation == 1 else np.rot90(array, -1)

@@ -328,8 +328,8 @@ def _refuse_ambiguous(shape: tuple[int, ...]) -> None:
     if len(shape) not in (3, 4):
         return
     first, height, width = shape[-3:]
-    several = 2 <= first <= MAX_CHANNELS
-    if several and (first < height == width or (len(shape) == 3 and _is_stack(shape))):
+    several = (1 if len(shape) == 4 else 2) <= first <= MAX_CHANNELS
+    if several and (first < min(height, width) or (len(shape) == 3 and _is_stack(shape))):
         doubt = "which may have channels first"
     elif len(shape) == 3 and first == height and width > MAX_CHANNELS:
         doubt = f"which may have more than {MAX_CHANNELS} channels"

@@ -221,6 +221,12 @@ def flip_a_byte(path: Path, place: int = 100) -> None:
     path.write_bytes(content)
 
 
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
 @pytest.mark.parametrize("memory", [0, 1e9])
 @pytest.mark.parametrize("kind", ["plain", "deep", "grey"])
 def test_damaged_caches_are_decoded_again(tmp_path: Path, kind: str, memory: float) -> None:
@@ -236,6 +242,8 @@ def test_damaged_caches_are_decoded_again(tmp_path: Path, kind: str, memory: flo
         (lambda: images.write_bytes(b"short"), "expected decoded images"),
         (lambda: images.unlink(), "expected decoded images"),
         (lambda: done.write_text("{}"), "expected decoded images"),
+        (lambda: edit(done, '"low": 0', '"low": 1'), "some have changed"),
+        (lambda: edit(done, '"values": ', '"values": 9'), "some have changed"),
     ):
         load_data(root, memory=0, cache=tmp_path / "cache")
         damage()
@@ -272,7 +280,43 @@ def test_chunks_that_changed_before_a_resume_are_decoded_again(
     assert same(load_data(root), found)
 
 
-def test_a_damaged_layout_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"highest": 2', '"highest": 6'),
+        ('"highest": ', '"highest": "x", "y": '),
+        ('"number": 3', '"number": -1'),
+        ('"number": 3', '"number": "x"'),
+        ('"number": 3', '"number": 2'),
+        ('"grey": true', '"grey": false'),
+        ('"values": 0', '"values": 7'),
+    ],
+)
+def test_descriptions_that_changed_before_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str
+) -> None:
+    root = gallery(tmp_path / "cells", "deep")
+    monkeypatch.setattr(decoding_module, "CHUNK", 9 * 9 * 2 * 4)
+
+    def killed(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(decoding_module, "final_layout", killed)  # every chunk is on disk
+        with pytest.raises(KeyboardInterrupt):
+            load_data(root, memory=0, cache=tmp_path / "cache")
+    (journal,) = (tmp_path / "cache").rglob("chunks.jsonl")
+    edit(journal, old, new)
+    found = load_data(root, memory=0, cache=tmp_path / "cache")
+    expected = load_data(root)
+    assert same(expected, found)
+    assert found.clipping == expected.clipping
+
+
+@pytest.mark.parametrize("damage", ["[", None])
+def test_a_damaged_layout_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str | None
+) -> None:
     root = gallery(tmp_path / "cells", "plain")
 
     def killed(*args: object) -> None:
@@ -283,7 +327,10 @@ def test_a_damaged_layout_is_made_again(tmp_path: Path, monkeypatch: pytest.Monk
         with pytest.raises(KeyboardInterrupt):
             load_data(root, memory=0, cache=tmp_path / "cache")
     (layout,) = (tmp_path / "cache").rglob("layout.json")
-    layout.write_text("[")
+    if damage is None:
+        edit(layout, '"high": 255', '"high": 9999')
+    else:
+        layout.write_text(damage)
     assert same(load_data(root), load_data(root, memory=0, cache=tmp_path / "cache"))
 
 

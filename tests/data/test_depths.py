@@ -296,6 +296,7 @@ class TestFiles:
                 (shape, "channels first")
                 for shape in [(7, 24, 24), (16, 24, 24), (12, 20, 30), (4, 7, 24, 24)]
             ),
+            *((shape, "channels first") for shape in [(5, 3, 20, 16), (5, 1, 20, 16), (3, 20, 16)]),
             ((24, 24, 20), "more than 16 channels"),
             ((24, 24, 24), "more than 16 channels"),
             ((20, 16, 16), "a stack of grey images"),

@@ -238,7 +238,7 @@ class TestNpz:
                 {"y_train": np.full(40, 2**63, np.uint64)},
                 "y_train: expected labels from 0; got 9223372036854775808",
             ),
-            ({"y_train": np.arange(40) % 4 - 1}, r"y_train: expected labels 0\.\.2 as in y_train; got -1$"),
+            ({"y_train": np.arange(40) % 4 - 1}, "shapes: y_train: expected labels from 0; got -1$"),
             ({"y_train": np.arange(40) % 4 + 1}, "got none for 1 of them, class 0 first$"),
             (
                 {"y_train": np.arange(40) * 10**15, "y_test": np.zeros(12, int)},
@@ -257,6 +257,8 @@ class TestNpz:
             ),
             ({"x_train": np.zeros((40, 6, 6, 17), np.uint8)}, r"x_train: .*; got shape \[40, 6, 6, 17\]$"),
             ({"x_train": np.zeros((40, 3, 6, 6), np.uint8)}, r"\[40, 3, 6, 6\] \(channels come last\)$"),
+            ({"x_train": np.zeros((40, 3, 8, 6), np.uint8)}, r"\[40, 3, 8, 6\] \(channels come last\)$"),
+            ({"x_train": np.zeros((40, 1, 8, 6), np.uint8)}, r"\[40, 1, 8, 6\] \(channels come last\)$"),
             ({"x_train": np.zeros((40, 0, 6, 3), np.uint8)}, "expected images with pixels"),
             (
                 {"x_test": np.zeros((12, 6, 6), np.uint8)},

@@ -130,6 +130,19 @@ class TestManifest:
         assert data.class_names == ("a", "b")
         assert [f"cells/{name}" for name in folder.test.names] == data.test.names
 
+    def test_a_path_in_two_lines(self, tmp_path: Path) -> None:
+        root = slides(tmp_path / "cells")
+        names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.png"))
+        rows = [f"cells/{name},{name[0]}" for name in names]
+        rows += [f"cells/./{names[0]},{names[0][0]}", rows[1]]
+        path, last = manifest(tmp_path / "cells.csv", "path,label", *rows), len(rows)
+        with pytest.warns(
+            UserWarning,
+            match=r"cells.csv: expected every path once; got 2 repeated lines, whose images count again; the "
+            rf"first is cells/\./{names[0]} in line {last}, as in line 2$",
+        ):
+            load_data(path)
+
     def test_splits_and_groups(self, tmp_path: Path) -> None:
         root = slides(tmp_path / "cells")
         names = sorted(path.relative_to(tmp_path).as_posix() for path in root.rglob("*.png"))

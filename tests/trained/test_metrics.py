@@ -133,7 +133,7 @@ def test_evaluate_leaves_out_unknown_classes_and_training_images(
     out = tmp_path / "out"
     assert run_cli("evaluate", work / "run", "--data", other, "--out", out) == 0
     error = capsys.readouterr().err
-    assert "other: 30 images of 1 classes that the model does not know are left out: x" in error
+    assert "other: left out 30 images of 1 class that the model does not know: x" in error
     assert "other: no images of 1 of the model's classes: d1" in error
     with open(out / "predictions.csv", newline="") as table:
         rows = [*csv.DictReader(table)]

@@ -353,7 +353,8 @@ def _check_images(what: str, x: Images | Stack) -> Stack:
         raise DataError(f"{what}: {expected}; got {x.dtype}")
     if x.ndim == 3:
         x = x[..., None]
-    channels_first = x.ndim == 4 and x.shape[1] in (1, 3) and x.shape[1] != x.shape[2] == x.shape[3]
+    first, *sides = x.shape[1:] if x.ndim == 4 else (0, 0, 0)
+    channels_first = first in (1, 3) and (first < min(sides) or first != sides[0] == sides[1])
     if x.ndim != 4 or not 1 <= x.shape[3] <= MAX_CHANNELS or channels_first:
         hint = " (channels come last)" if channels_first else ""
         raise DataError(f"{what}: {expected}; got shape {list(x.shape)}{hint}")
@@ -385,6 +386,8 @@ def _check_classes(
     source = "as in y_train" if class_names is None else f"for {count} class names"
     for part, y in labels.items():
         wrong = y[(y < 0) | (y >= count)]
+        if len(wrong) and part == "train" and class_names is None:  # which ``source`` would be
+            raise DataError(f"{name}: y_train: expected labels from 0; got {wrong[0]}")
         if len(wrong):
             raise DataError(f"{name}: y_{part}: expected labels 0..{count - 1} {source}; got {wrong[0]}")
     for label in class_names if class_names is not None else ():

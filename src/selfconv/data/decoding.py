@@ -4,8 +4,8 @@ The cache of a data set is a folder, named by a digest of its files (names, size
 options: ``layout.json`` (the shape and type of the array), ``images`` (the array), ``chunks.jsonl`` (a line
 for each chunk on disk, so that an interrupted process continues where it stopped), ``images.final`` (the
 array with fewer channels or bits, if the images need no more), and ``done.json`` when it is complete, with a
-checksum of the array: a damaged cache is decoded again. One process writes it, and others that need it wait
-on its lock.
+checksum. Checksums are of the array or chunk and of its description: what is damaged is decoded again. One
+process writes the cache, and others that need it wait on its lock.
 
 Channels and range may need two passes. The first decodes every file by a provisional layout: with three
 channels if any header says so, and, for 16-bit files with an automatic range, all values of uint16
@@ -25,14 +25,14 @@ import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
 
-from selfconv._files import parse_json, read_as, write_json
+from selfconv._files import parse, parse_json, read_as, write_json
 from selfconv._memory import machine_memory
 from selfconv._text import format_bytes, progress
 from selfconv.data.dataset import MAX_PIXELS
@@ -52,7 +52,7 @@ from selfconv.data.stored import CHUNK, Stack
 MIXED_SIZE = 64  # of images that do not have one square size
 MAX_NAMED = 3  # unreadable files in a message
 MEMORY_FRACTION = 0.25  # of the machine's, for images
-CACHE_VERSION = 5  # part of the cache's name; it rises when files are read in another way
+CACHE_VERSION = 6  # part of the cache's name; it rises when files are read in another way
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,11 @@ class ArrayLayout:
 
 
 @dataclass(frozen=True)
-class CompleteCache:
-    """The content of ``done.json``."""
+class StoredLayout:
+    """The content of ``layout.json`` and ``done.json``."""
 
     layout: ArrayLayout
-    checksum: int  # CRC-32 of the array
+    checksum: int  # CRC-32 of the layout, and in ``done.json`` of the array behind it
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class ChunkSummary:
     """A decoded chunk: whether all its pixels are grey, the largest of its values, how many were clipped."""
 
     number: int
-    checksum: int  # CRC-32 of its pixels
+    checksum: int  # CRC-32 of the other fields, and of its pixels behind them
     grey: bool
     highest: int
     values: int = 0
@@ -150,7 +150,8 @@ def decode_all(
             if not (folder / "done.json").exists():
                 _check_disk_space(what, folder, layout, limit)
                 try:
-                    write_json(folder / "layout.json", asdict(layout))
+                    stored = StoredLayout(layout, _description_checksum(layout))
+                    write_json(folder / "layout.json", asdict(stored))
                     _write_cache(reader, layout, folder)
                 except OSError as error:  # images that cannot be read are no OSError
                     raise DataError(
@@ -261,8 +262,9 @@ class _Reader:
                         clipped += found[2]
                 if len(failures) == failed:
                     grey, total = bool((images == images[..., :1]).all()), Clipping.total(clipped)
-                    checksum = zlib.crc32(images.data)
-                    store(images, ChunkSummary(number, checksum, grey, highest, **asdict(total)))
+                    chunk = ChunkSummary(number, 0, grey, highest, **asdict(total))
+                    checksum = zlib.crc32(images.data, _description_checksum(chunk))
+                    store(images, replace(chunk, checksum=checksum))
         if failures:
             more = f" and {len(failures) - MAX_NAMED} more" if len(failures) > MAX_NAMED else ""
             named = ", ".join(failures[:MAX_NAMED]) + more
@@ -314,10 +316,11 @@ def _check_disk_space(what: str, folder: Path, layout: ArrayLayout, limit: float
 def _read_layout(folder: Path, count: int) -> ArrayLayout | None:
     """The layout of a cache that is not complete; None if there is none, or none that can be read."""
     try:
-        layout = read_as(ArrayLayout, folder / "layout.json")
+        found = read_as(StoredLayout, folder / "layout.json")
     except (ValueError, OSError):
         return None
-    return layout if layout.count == count else None
+    unchanged = found.checksum == _description_checksum(found.layout)
+    return found.layout if unchanged and found.layout.count == count else None
 
 
 def _write_cache(reader: _Reader, layout: ArrayLayout, folder: Path) -> None:
@@ -348,21 +351,25 @@ def _write_cache(reader: _Reader, layout: ArrayLayout, folder: Path) -> None:
             copy.flush()
             os.fsync(copy.fileno())
     # If the process is killed before done.json exists, the next one makes this copy again.
-    checksum = _checksum(_map(_array_file(folder), final))
-    write_json(folder / "done.json", asdict(CompleteCache(final, checksum)))
+    checksum = _checksum(_map(_array_file(folder), final), final)
+    write_json(folder / "done.json", asdict(StoredLayout(final, checksum)))
 
 
 def _chunks_on_disk(journal: Path, images: Path, layout: ArrayLayout) -> dict[int, ChunkSummary]:
     """The chunks that were written, and have not changed since."""
     chunks, size = {}, layout.nbytes // layout.count * layout.chunk
-    for line in journal.read_text().splitlines() if journal.exists() and images.exists() else ():
+    known = journal.exists() and images.exists()
+    for line in journal.read_text(errors="replace").splitlines() if known else ():
         try:
-            chunk = ChunkSummary(**parse_json(line))
-        except (ValueError, TypeError):
+            chunk = parse(ChunkSummary, parse_json(line), "")
+        except ValueError:
             break  # the line that was being written
+        if chunk.number * layout.chunk not in range(layout.count):
+            continue
         with open(images, "rb") as file:
             file.seek(chunk.number * size)
-            if zlib.crc32(file.read(min(size, layout.nbytes - chunk.number * size))) == chunk.checksum:
+            pixels = file.read(min(size, layout.nbytes - chunk.number * size))
+            if zlib.crc32(pixels, _description_checksum(chunk)) == chunk.checksum:
                 chunks[chunk.number] = chunk
     if chunks:  # drops an incomplete last line
         journal.write_text("".join(json.dumps(asdict(chunk)) + "\n" for chunk in chunks.values()))
@@ -379,8 +386,13 @@ def _array_file(folder: Path) -> Path:
     return copy if copy.exists() else folder / "images"
 
 
-def _checksum(array: NDArray) -> int:
-    found = 0
+def _description_checksum(described: ArrayLayout | ChunkSummary) -> int:
+    fields = {name: value for name, value in asdict(described).items() if name != "checksum"}
+    return zlib.crc32(json.dumps(fields).encode())
+
+
+def _checksum(array: NDArray, layout: ArrayLayout) -> int:
+    found = _description_checksum(layout)
     for pixels in Stack(array).chunks():
         found = zlib.crc32(np.ascontiguousarray(pixels).data, found)
     return found
@@ -412,7 +424,7 @@ def _open_or_discard(folder: Path, limit: float) -> tuple[Stack, PixelRange, Cli
 
 def _open_cache(folder: Path, limit: float) -> tuple[Stack, PixelRange, Clipping]:
     try:
-        complete = read_as(CompleteCache, folder / "done.json")
+        complete = read_as(StoredLayout, folder / "done.json")
         layout = complete.layout
         if (folder / "images.final").exists():
             with suppress(OSError):  # a cache that cannot be written, or another process was faster
@@ -421,22 +433,7 @@ def _open_cache(folder: Path, limit: float) -> tuple[Stack, PixelRange, Clipping
         array = _map(_array_file(folder), layout)
     except (ValueError, OSError) as error:
         raise DataError(f"{folder}: expected decoded images ({error})") from None
-    if _checksum(array) != complete.checksum:
+    if _checksum(array, layout) != complete.checksum:
         raise DataError(f"{folder}: expected decoded images as they were written; some have changed")
     stack = Stack(np.array(array) if layout.nbytes <= limit else array)
     return stack, layout.pixels, layout.clipping
-
-
-def files_key(items: Sequence[Item]) -> str:
-    """A digest of the names, sizes and times of change of files."""
-    digest = hashlib.sha256()
-    seen: set[Path] = set()
-    for item in items:
-        assert isinstance(item.file, Path)
-        digest.update(f"{item.name}\0".encode("utf-8", "surrogateescape"))
-        if item.file not in seen:
-            seen.add(item.file)
-            found = item.file.stat()
-            state = (os.fspath(item.file.absolute()), found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-            digest.update(repr(state).encode("utf-8", "backslashreplace"))
-    return digest.hexdigest()

@@ -17,7 +17,20 @@ from selfconv.data.pixels import MAX_CHANNELS, UnreadableError, type_range
 BYTES_PER_PIXEL = 8  # of decoded values, for each of MAX_PIXELS: 16 bits in four channels
 DAMAGED = "damaged or truncated"
 ORIENTATION = 0x0112  # EXIF; from 5 on, width and height are exchanged
-_EXTRA_SAMPLES, _ALPHA, _PREMULTIPLIED = 338, (1, 2), 1  # TIFF
+_ALPHA, _PREMULTIPLIED = (1, 2), 1  # of extra samples, in TIFF
+_JPEG = (6, 7, 33007, 34892)  # compressions in TIFF
+_LOSSLESS = (
+    *("CCITTRLE", "CCITTFAX3", "CCITTFAX4", "CCIRLEW", "THUNDERSCAN"),
+    *("LZW", "ADOBE_DEFLATE", "DEFLATE", "PACKBITS"),
+)
+_READ_BY_PILLOW = {  # samples and compressions by photometric interpretation
+    "MINISWHITE": (1, ("NONE", *_LOSSLESS, "JPEG")),
+    "MINISBLACK": (1, ("NONE", *_LOSSLESS, "JPEG")),
+    "PALETTE": (1, ("NONE", *_LOSSLESS)),
+    "RGB": (3, ("NONE", *_LOSSLESS, "JPEG", "OJPEG")),
+    "YCBCR": (3, (*_LOSSLESS, "JPEG", "OJPEG")),
+    "SEPARATED": (4, ("JPEG",)),
+}
 PNM_HEADER = 4096  # bytes in which a header, with its comments, ends
 _PNM = re.compile(rb"P([2356])" + 3 * rb"(?:\s|#[^\r\n]*[\r\n])+(\d{1,9})" + rb"(?:#[^\r\n]*)?\s")
 _UPRIGHT: dict[int, Callable[[NDArray], NDArray]] = {
@@ -44,8 +57,8 @@ def check_size(width: int, height: int, max_pixels: int, bytes_per_pixel: int = 
         )
 
 
-def from_tiff(source: Path | io.BytesIO, max_pixels: int) -> NDArray[Any] | None:
-    """Values [H, W, C]; None for 8 bits in one or three channels (plus alpha), which Pillow reads."""
+def from_tiff(source: Path | io.BytesIO, max_pixels: int) -> NDArray[Any] | int:
+    """Values [H, W, C], or the number of the page that Pillow reads as it is."""
     import tifffile
 
     with tifffile.TiffFile(source) as file:
@@ -53,33 +66,10 @@ def from_tiff(source: Path | io.BytesIO, max_pixels: int) -> NDArray[Any] | None
         page = series.keyframe
         lengths = dict(zip(series.axes, series.shape, strict=True))
         check_size(lengths.get("X", 0), lengths.get("Y", 0), max_pixels)
-        extra = page.tags.get(_EXTRA_SAMPLES)
-        alpha = extra.value[-1] if extra is not None and "S" in lengths else 0
-        samples = lengths.get("S", 1) - (alpha in _ALPHA)
-        orientation = page.tags.get(ORIENTATION)
-        grey = (tifffile.PHOTOMETRIC.MINISBLACK, tifffile.PHOTOMETRIC.MINISWHITE)
-        colours = page.photometric not in grey
-        # Pillow exchanges rows and columns of 8-bit files that are not compressed before it reads them
-        turned = (
-            orientation is not None
-            and orientation.value in (5, 6, 7, 8)
-            and page.compression == tifffile.COMPRESSION.NONE
-            and page.photometric in (*grey, tifffile.PHOTOMETRIC.RGB, tifffile.PHOTOMETRIC.PALETTE)
-        )
-        by_pillow = samples == 1 or (samples == 3 and colours)
-        if series.dtype in (np.uint8, np.bool_) and len(file.pages) == 1 and by_pillow and not turned:
-            return None
-        first = page.index == file.pages.first.index  # the page that Pillow reads
-        inks = page.photometric == tifffile.PHOTOMETRIC.SEPARATED
-        coloured = page.photometric == tifffile.PHOTOMETRIC.PALETTE and page.colormap is not None
-        if series.dtype.itemsize == 1 and (inks or page.photometric == tifffile.PHOTOMETRIC.PALETTE):
-            one = math.prod(series.shape) == math.prod(page.shape)
-            if not one or (inks and not first):
-                kind = "CMYK" if inks else "palette"
-                place = "behind another page" if one else f"of shape {list(series.shape)}"
-                raise UnreadableError(f"expected one {kind} image, on the first page; got one {place}")
-            if first and not (turned and coloured):
-                return None
+        one = math.prod(series.shape) == math.prod(page.shape)
+        if one and isinstance(page.index, int) and all(map(_pillow_reads, (page, file.pages.first))):
+            return page.index
+        _check_colours(page, one, series.shape)
         channels = {axis: n for axis, n in lengths.items() if axis not in "YX" and n > 1}
         if not {"Y", "X"} <= {*lengths} or len(channels) > 1 or not {*channels} <= {*"CSQI"}:
             described = ", ".join(f"{axis} {n}" for axis, n in lengths.items())
@@ -88,20 +78,109 @@ def from_tiff(source: Path | io.BytesIO, max_pixels: int) -> NDArray[Any] | None
         if number > MAX_CHANNELS:
             raise UnreadableError(f"expected 1 to {MAX_CHANNELS} channels; got {number} ({series.axes})")
         check_size(lengths["X"], lengths["Y"], max_pixels, number * series.dtype.itemsize)
-        values = series.asarray()
-        if page.photometric == tifffile.PHOTOMETRIC.MINISWHITE and values.dtype.kind in "ub":
+        try:
+            values = series.asarray()
+        except ImportError:  # imagecodecs was built without it
+            raise UnreadableError(_unknown_compression(page)) from None
+        keep = tuple(i for i, axis in enumerate(series.axes) if axis in "YX" or axis in channels)
+        axes = "".join(series.axes[i] for i in keep)
+        values = values.reshape([values.shape[i] for i in keep])
+        values = values.transpose([axes.index(axis) for axis in ("Y", "X", *channels)])
+        values = _shown(values.reshape(*values.shape[:2], -1), page)
+        orientation = page.tags.valueof(ORIENTATION, 1)
+    return to_numbers(_UPRIGHT.get(orientation, lambda x: x)(values))
+
+
+def _pillow_reads(page: Any) -> bool:
+    """Whether Pillow reads a page of a TIFF file as it is: up to 8 bits, no alpha, a usual compression."""
+    samples, compressions = _READ_BY_PILLOW.get(_name(page.photometric), (0, ()))
+    compression = _name(page.compression)
+    # Pillow exchanges rows and columns of files that are not compressed before it reads them
+    turned = page.tags.valueof(ORIENTATION, 1) in (5, 6, 7, 8) and compression == "NONE"
+    return (
+        page.dtype in (np.uint8, np.bool_)
+        and page.bitspersample in ((1, 2, 4, 8) if samples == 1 and compression != "JPEG" else (8,))
+        and page.samplesperpixel == samples
+        and compression in compressions
+        and not turned
+    )
+
+
+def _check_colours(page: Any, one: bool, shape: tuple[int, ...]) -> None:
+    """Raises UnreadableError if a page's colours or compression are not known."""
+    from tifffile import PHOTOMETRIC, TIFF
+
+    kind, deep = page.photometric, page.dtype not in (np.uint8, np.bool_)
+    if page.compression not in TIFF.DECOMPRESSORS:
+        raise UnreadableError(_unknown_compression(page))
+    if not deep and kind in (PHOTOMETRIC.PALETTE, PHOTOMETRIC.SEPARATED) and not one:
+        name = "CMYK" if kind == PHOTOMETRIC.SEPARATED else "palette"
+        raise UnreadableError(f"expected one {name} image, on one page; got one of shape {list(shape)}")
+    colours = page.samplesperpixel - len(page.extrasamples)
+    jpeg = page.compression in _JPEG and page.planarconfig == 1 and colours == page.samplesperpixel
+    if (
+        (kind == PHOTOMETRIC.YCBCR and not jpeg)  # whose decoder converts
+        or (kind == PHOTOMETRIC.CIELAB and (deep or colours != 3))
+        or (kind == PHOTOMETRIC.SEPARATED and not deep and colours != 4)
+        or (kind == PHOTOMETRIC.PALETTE and not deep and page.colormap is None)
+        or kind in (PHOTOMETRIC.ICCLAB, PHOTOMETRIC.ITULAB, PHOTOMETRIC.LOGL, PHOTOMETRIC.LOGLUV)
+        or (kind == PHOTOMETRIC.MINISWHITE and page.dtype.kind not in "uib")
+    ):
+        raise UnreadableError(
+            "expected a photometric interpretation that can be converted; got "
+            f"{_name(kind)} of {colours} × {page.dtype}, compression {_name(page.compression)}"
+        )
+
+
+def _shown(values: NDArray[Any], page: Any) -> NDArray[Any]:
+    """The samples [H, W, C] of a TIFF file as they are to be seen: 0 is black, colours are RGB, on white."""
+    from tifffile import PHOTOMETRIC
+
+    kind, bits, most = page.photometric, page.bitspersample, 1.0
+    if values.dtype.kind in "ui":
+        most = type_range(values.dtype)[1]
+    if values.dtype.kind == "u" and isinstance(bits, int) and 2**bits - 1 < most:
+        most = 2**bits - 1
+        if values.dtype == np.uint8 and kind != PHOTOMETRIC.PALETTE:  # as Pillow does
+            values, most = np.rint(values * (255 / most)).astype(np.uint8), 255
+    extra = page.extrasamples if values.shape[2] == page.samplesperpixel else ()
+    place = next((i for i, meaning in enumerate(extra, -len(extra)) if meaning in _ALPHA), None)
+    alpha, premultiplied = None, False
+    if place is not None:
+        alpha, premultiplied = values[..., [place]], extra[place] == _PREMULTIPLIED
+        values = np.delete(values, place, -1)
+    if kind == PHOTOMETRIC.MINISWHITE:
+        if values.dtype.kind != "u":
             values = ~values
-        palette = page.colormap if coloured and series.dtype == np.uint8 and samples == 1 else None
-    keep = tuple(i for i, axis in enumerate(series.axes) if axis in "YX" or axis in channels)
-    axes = "".join(series.axes[i] for i in keep)
-    values = values.reshape([values.shape[i] for i in keep])
-    values = values.transpose([axes.index(axis) for axis in ("Y", "X", *channels)])
-    values = values.reshape(*values.shape[:2], -1)
-    if palette is not None:
-        values = (palette.T[values[..., 0]] >> 8).astype(np.uint8)
-    if alpha in _ALPHA and values.shape[2] > 1:
-        values = _on_white(values, premultiplied=alpha == _PREMULTIPLIED)
-    return to_numbers(_UPRIGHT.get(1 if orientation is None else orientation.value, lambda x: x)(values))
+        elif alpha is not None and premultiplied:
+            values = alpha - np.minimum(values, alpha)
+        else:
+            values = values.dtype.type(most) - values
+    if values.dtype.itemsize == 1 and kind == PHOTOMETRIC.PALETTE:
+        values = (page.colormap.T[values[..., 0].astype(np.uint8)] >> 8).astype(np.uint8)
+    elif values.dtype == np.uint8 and kind in (PHOTOMETRIC.SEPARATED, PHOTOMETRIC.CIELAB):
+        values = _in_rgb(values, "CMYK" if kind == PHOTOMETRIC.SEPARATED else "LAB")
+    if alpha is None:
+        return values
+    white = 255 if values.dtype == np.uint8 else most
+    return _on_white(values, alpha / most, white, premultiplied=premultiplied)
+
+
+def _in_rgb(values: NDArray[Any], mode: str) -> NDArray[Any]:
+    import PIL.Image
+
+    needed = np.ascontiguousarray(values[..., : len(mode)])
+    size = (values.shape[1], values.shape[0])
+    return np.array(PIL.Image.frombytes(mode, size, needed.tobytes(), "raw", mode).convert("RGB"))
+
+
+def _unknown_compression(page: Any) -> str:
+    return f"expected a compression that tifffile and imagecodecs read; got {_name(page.compression)}"
+
+
+def _name(value: Any) -> str:
+    """Of a tag's value; its number if it has none."""
+    return str(getattr(value, "name", value))
 
 
 def _only_image(file: Any) -> Any:
@@ -136,7 +215,8 @@ def from_deep_png(source: Path | io.BytesIO, orientation: int) -> NDArray[Any]:
     values = imagecodecs.png_decode(_content(source))
     values = values if values.ndim == 3 else values[..., None]
     if values.shape[2] in (2, 4):
-        values = _on_white(values)
+        most = type_range(values.dtype)[1]
+        values = _on_white(values[..., :-1], values[..., -1:] / most, most)
     return to_numbers(_UPRIGHT.get(orientation, lambda x: x)(values))
 
 
@@ -173,12 +253,13 @@ def _content(source: Path | io.BytesIO, most: int = -1) -> bytes:
         return file.read(most)
 
 
-def _on_white(values: NDArray[Any], *, premultiplied: bool = False) -> NDArray[Any]:
-    """Composites on white by the last channel, alpha, and drops it."""
-    most = type_range(values.dtype)[1]
-    colour, alpha = values[..., :-1].astype(np.float64), values[..., -1:] / most
-    shown = (colour if premultiplied else colour * alpha) + (1 - alpha) * most
-    shown = np.clip(shown, 0, most)
+def _on_white(
+    values: NDArray[Any], opacity: NDArray[Any], white: float, *, premultiplied: bool = False
+) -> NDArray[Any]:
+    """Composites on white, by opacity from 0 to 1."""
+    colour = values.astype(np.float64)
+    shown = (colour if premultiplied else colour * opacity) + (1 - opacity) * white
+    shown = np.clip(shown, 0, white)
     return (shown if values.dtype.kind == "f" else np.rint(shown)).astype(values.dtype)
 
 

@@ -1,13 +1,16 @@
 """Reads image files in their own depth and channels, for every module. Needs the extra ``train``.
 
 Pillow reads what has 8 bits in one or three channels, NumPy ``.npy``, and ``formats.py`` the rest: tifffile
-other TIFF files (16 and 32 bits, floating point, more channels), imagecodecs PNG files of 16 bits.
+other TIFF files (16 and 32 bits, floating point, alpha, more channels, other compressions), imagecodecs PNG
+files of 16 bits.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -239,6 +242,21 @@ def stack_items(path: Path, name: str) -> list[Item]:
     return [Item(f"{name}[{i}]", path, i) for i in range(shape[0])]
 
 
+def files_key(items: Sequence[Item]) -> str:
+    """A digest of the names, sizes and times of change of files."""
+    digest = hashlib.sha256()
+    seen: set[Path] = set()
+    for item in items:
+        assert isinstance(item.file, Path)
+        digest.update(f"{item.name}\0".encode("utf-8", "surrogateescape"))
+        if item.file not in seen:
+            seen.add(item.file)
+            found = item.file.stat()
+            state = (os.fspath(item.file.absolute()), found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+            digest.update(repr(state).encode("utf-8", "backslashreplace"))
+    return digest.hexdigest()
+
+
 # ---- files ----
 
 
@@ -259,17 +277,21 @@ def _open(item: Item, max_pixels: int) -> Iterator[Image | NDArray[Any]]:
         else:
             content = item.file()
             source, head = io.BytesIO(content), content[:26]
+        page = 0
         if head[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
-            values = from_tiff(source, max_pixels)
-            if values is not None and values.dtype == np.uint8 and values.shape[2] in (1, 3):
-                yield PIL.Image.fromarray(values.squeeze(2) if values.shape[2] == 1 else values)
+            found = from_tiff(source, max_pixels)
+            if isinstance(found, int):
+                page = found
+            elif found.dtype == np.uint8 and found.shape[2] in (1, 3):
+                yield PIL.Image.fromarray(found.squeeze(2) if found.shape[2] == 1 else found)
                 return
-            if values is not None:
-                yield values
+            else:
+                yield found
                 return
         if isinstance(source, io.BytesIO):
             source.seek(0)
         with PIL.Image.open(source, formats=IMAGE_FORMATS) as image:
+            image.seek(page)
             check_size(image.width, image.height, max_pixels)
             if head[:4] == b"\x89PNG" and head[24:25] == b"\x10":
                 yield from_deep_png(source, image.getexif().get(ORIENTATION, 1))
@@ -306,8 +328,8 @@ def _refuse_ambiguous(shape: tuple[int, ...]) -> None:
     if len(shape) not in (3, 4):
         return
     first, height, width = shape[-3:]
-    several = 2 <= first <= MAX_CHANNELS
-    if several and (first < height == width or (len(shape) == 3 and _is_stack(shape))):
+    several = (1 if len(shape) == 4 else 2) <= first <= MAX_CHANNELS
+    if several and (first < min(height, width) or (len(shape) == 3 and _is_stack(shape))):
         doubt = "which may have channels first"
     elif len(shape) == 3 and first == height and width > MAX_CHANNELS:
         doubt = f"which may have more than {MAX_CHANNELS} channels"

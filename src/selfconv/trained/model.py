@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from selfconv._files import describe_folder, file_sha256, read_as
 from selfconv._memory import machine_memory
-from selfconv._text import format_bytes
+from selfconv._text import count, format_bytes
 from selfconv.data import (
     NAMES,
     AbsentDataError,
@@ -352,8 +352,8 @@ def _with_classes(data: Dataset, names: list[str]) -> Dataset:
     if unknown := [name for name in data.class_names if name not in names]:
         images = sum(int((labels[part.labels] < 0).sum()) for part in data.parts)
         warnings.warn(
-            f"{data.name}: {images} images of {len(unknown)} classes that the model does not know are left "
-            f"out: {_some(unknown)}",
+            f"{data.name}: left out {count(images, 'image')} of {len(unknown)} "
+            f"class{'es' * (len(unknown) != 1)} that the model does not know: {_some(unknown)}",
             stacklevel=3,
         )
     if missing := [name for name in names if name not in data.class_names]:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from selfconv._extras import require
-from selfconv.data.images import Item
-from selfconv.data.pixels import DataError, GroupError
+from selfconv.data.images import Item, files_key, stack_items
+from selfconv.data.pixels import DataError, GroupError, UnreadableError
 from selfconv.data.sources.listing import PARTS, Listed, Listing
 
 PREFIX = "hf:"
@@ -25,25 +25,33 @@ def list_parquet(path: Path, group_by: str | None) -> Listing:
         stem = file.stem.lower()
         part = next((part for name, part in PARTS.items() if stem.startswith(name)), "train")
         files.setdefault(part if path.is_dir() else "train", []).append(str(file))
-    listing = _list(str(path), path.stem, {"path": "parquet", "data_files": files}, group_by)
+    found = _load(str(path), {"path": "parquet", "data_files": files})
     _check_class_names(str(path), [Path(name) for names in files.values() for name in names])
-    return listing
+    folder = (path if path.is_dir() else path.parent).absolute()
+    return _list(str(path), path.stem, found, group_by, folder)
 
 
 def _check_class_names(what: str, files: list[Path]) -> None:
-    """Raises DataError if two files have other names for the numbers in the column of labels."""
+    """Raises DataError if two files have other names for the numbers in the column of labels.
+
+    Nor may one have names and another none: ``datasets`` would convert all labels to those of one file.
+    """
     import datasets
     import pyarrow.parquet
 
-    first: tuple[Path, list[str]] | None = None
+    first: tuple[Path, list[str] | None] | None = None
     for file in files:
         features = datasets.Features.from_arrow_schema(pyarrow.parquet.read_schema(file))
         label = _label_column(what, features)
         names = getattr(features[label], "names", None)
-        if names is None:
-            continue
         other, known = first = first or (file, names)
-        if names != known:
+        if (names is None) != (known is None):
+            named, plain = (other, file) if names is None else (file, other)
+            raise DataError(
+                f"{what}: expected labels of one kind in every file; {label!r} has class names in "
+                f"{named.name} and none in {plain.name}"
+            )
+        if names is not None and known is not None and names != known:
             both = enumerate(zip_longest(known, names))
             number, (expected, found) = next((i, pair) for i, pair in both if pair[0] != pair[1])
             raise DataError(
@@ -58,10 +66,10 @@ def list_hub(source: str, group_by: str | None) -> Listing:
     if not name:
         raise DataError(f"data: expected {PREFIX}NAME; got {source!r}")
     options = {"path": name} | ({"name": configuration} if configuration else {})
-    return _list(source, name.rpartition("/")[2], options, group_by)
+    return _list(source, name.rpartition("/")[2], _load(source, options), group_by, None)
 
 
-def _list(what: str, name: str, options: dict[str, Any], group_by: str | None) -> Listing:
+def _load(what: str, options: dict[str, Any]) -> Any:
     require("Parquet files and Hugging Face data sets", "datasets")
     import datasets
 
@@ -69,12 +77,22 @@ def _list(what: str, name: str, options: dict[str, Any], group_by: str | None) -
     verbosity = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # our errors report what is wrong
     try:
-        found = datasets.load_dataset(**options)
+        return datasets.load_dataset(**options)
     except Exception as error:  # its own and those of the network, of pyarrow and of files
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"{what}: cannot be loaded by datasets ({type(error).__name__}: {reason})") from error
     finally:
         datasets.logging.set_verbosity(verbosity)
+
+
+def _list(what: str, name: str, found: Any, group_by: str | None, folder: Path | None) -> Listing:
+    """The images and labels of a data set.
+
+    Args:
+        folder: where relative paths in the column of images start; None: all are absolute.
+    """
+    import datasets
+
     parts = {PARTS[part]: found[part] for part in found if part in PARTS}
     if "train" not in parts:
         raise DataError(f"{what}: expected a split called train; got {', '.join(map(str, found))}")
@@ -88,7 +106,7 @@ def _list(what: str, name: str, options: dict[str, Any], group_by: str | None) -
     names, listed = _classes(what, parts["train"], label), {}
     for part, rows in parts.items():
         pictures = rows.select_columns([image]).cast_column(image, datasets.Image(decode=False))
-        items = [Item(f"{part}[{i}]", partial(_content, pictures, image, i)) for i in range(len(rows))]
+        items = _items(what, part, pictures, image, folder)
         labels = np.array([_label(what, names, value) for value in rows[label]], np.int64)
         groups = (
             None
@@ -100,12 +118,42 @@ def _list(what: str, name: str, options: dict[str, Any], group_by: str | None) -
         )
         listed[part] = Listed(items, labels, groups)
     fingerprints = repr([(part, rows._fingerprint) for part, rows in parts.items()])
-    return Listing(what, name, list(map(str, names)), listed, lambda: fingerprints)
+    beside = [item for part in listed.values() for item in part.items if isinstance(item.file, Path)]
+    return Listing(what, name, list(map(str, names)), listed, lambda: fingerprints + files_key(beside))
+
+
+def _items(what: str, part: str, rows: Any, column: str, folder: Path | None) -> list[Item]:
+    """The images of a part: the bytes in the cells, or the files that they name by path."""
+    import pyarrow.compute as pc
+
+    cells = rows.data.column(column)
+    inside = pc.is_valid(pc.struct_field(cells, "bytes")).to_pylist()
+    items, absent = [], []
+    for i, path in enumerate(pc.struct_field(cells, "path").to_pylist()):
+        name = f"{part}[{i}]"
+        if inside[i] or not path:
+            items.append(Item(name, partial(_content, rows, column, i)))
+            continue
+        file = Path(path) if folder is None else folder / path
+        if not file.is_absolute() or not file.exists():
+            absent.append(f"{name}: no such file: {path}")
+            continue
+        try:
+            items += (found := stack_items(file, f"{name} {path}"))
+        except UnreadableError as error:
+            raise DataError(f"{what}: {name} {path}: {error}") from error
+        if len(found) > 1:
+            raise DataError(f"{what}: {name} {path}: expected one image in a file; got {len(found)}")
+    if absent:
+        raise DataError(f"{what}: {absent[0]}; {len(absent)} of {len(inside)} files are missing")
+    return items
 
 
 def _content(rows: Any, column: str, index: int) -> bytes:
     cell = rows[index][column]
-    return cell["bytes"] if cell["bytes"] is not None else Path(cell["path"]).read_bytes()
+    if cell is None or cell["bytes"] is None:
+        raise UnreadableError("expected an image; got an empty cell")
+    return cell["bytes"]
 
 
 def _label_column(what: str, features: Any) -> str:

@@ -14,9 +14,17 @@ from typing import Any
 import numpy as np
 
 from selfconv._files import check_file
+from selfconv._text import count
 from selfconv.data.dataset import Dataset, SourcePart, build
-from selfconv.data.decoding import decode_all, files_key
-from selfconv.data.images import IMAGE_SUFFIXES, Item, is_image_name, require_image_readers, stack_items
+from selfconv.data.decoding import decode_all
+from selfconv.data.images import (
+    IMAGE_SUFFIXES,
+    Item,
+    files_key,
+    is_image_name,
+    require_image_readers,
+    stack_items,
+)
 from selfconv.data.pixels import DataError, GroupError, UnreadableError
 from selfconv.data.splits import Labels, check_groups, split_off
 
@@ -272,17 +280,29 @@ def list_manifest(path: Path, group_by: str | None) -> Listing:
 
 
 def _check_labels(path: Path, numbered: Sequence[tuple[int, dict[str, str]]]) -> None:
-    """Raises DataError unless every line has a path and a label, and no path, however spelt, has two."""
+    """Raises DataError unless every line has a path and a label, and no path, however spelt, has two.
+
+    Warns of a path in several lines.
+    """
     labels: dict[str, tuple[str, int]] = {}
+    repeated: list[str] = []
     for number, row in numbered:
         if not row["path"] or not row["label"]:
             raise DataError(f"{path}, line {number}: expected a path and a label; got an empty one")
         label, first = labels.setdefault(os.path.abspath(path.parent / row["path"]), (row["label"], number))
+        if first != number:
+            repeated.append(f"{row['path']} in line {number}, as in line {first}")
         if label != row["label"]:
             raise DataError(
                 f"{path}, line {number}: expected one label for each path; {row['path']} is "
                 f"{row['label']!r}, and {label!r} in line {first}"
             )
+    if repeated:
+        warnings.warn(
+            f"{path}: expected every path once; got {count(len(repeated), 'repeated line')}, whose images "
+            f"count again; the first is {repeated[0]}",
+            stacklevel=5,
+        )
 
 
 def _check_files(path: Path, numbered: Sequence[tuple[int, dict[str, str]]]) -> None:

@@ -92,7 +92,7 @@ def test_every_window_begins_at_an_even_column(
     window = Window((2 * half[0] + 1, 2 * half[1] + 1), dilation, padding_mode).on(size)
     tiling = numba_cpu.make_tiling(3, order, *size, 8, *channels, window, order, itemsize, walks, 2)
     line = 2 * PART_BYTES // itemsize
-    rows, columns = np.split(tiling.window, 2)
+    rows, columns = tiling.window
     for distance in (columns, tiling.sizes.stride, tiling.sizes.plane, tiling.sizes.neighbours):
         assert np.all(np.asarray(distance) % line == 0)
     assert len(set(zip(rows, columns, strict=True))) == window.taps

@@ -39,6 +39,7 @@ from selfconv.ops.cpu.threads import num_threads, run_workers
 from selfconv.ops.cpu.tiles import COUNTERS, MAP, MAPS, Map, Sizes
 
 TASKS = 16  # as many as are worth sharing out: fewer are cut into strips of rows
+INT64_BYTES = 8
 SHAPES = 64  # whose argument blocks a layer keeps, at most
 
 
@@ -230,7 +231,7 @@ class Tiling(NamedTuple):
     """How the kernels cut calls of one shape into tasks, and where their memory is."""
 
     sizes: Sizes
-    window: np.ndarray  # of each cell: rows below the centre, then the offset of its column in a tile
+    window: np.ndarray  # [2, taps]: rows of the cells below the centre, offsets of their columns in a tile
     images: np.ndarray  # which image and which head of its block a lane has
     heads: np.ndarray
     shares: int  # number of partial sums of the filter gradients
@@ -286,21 +287,21 @@ def make_tiling(
     size = planes * (walks * c_k + c_v + 1) * plane + 2 * walks * (neighbours + lanes)
     size += (2 * walks - 1) * filters + (2 if walks == 1 else 4 + 2 * c_k) * taps * PARTS * lanes
     line = 2 * lanes  # each thread has whole cache lines of its own
-    cells = math.ceil(taps * 8 / itemsize / line) * line
-    size = cells + math.ceil(size / line) * line
+    cells_room = math.ceil(taps * INT64_BYTES / itemsize / line) * line
+    size = cells_room + math.ceil(size / line) * line
 
     tasks = batches * head_blocks * strips
     chunk = head_blocks * strips if batches >= 2 * threads else 1  # whole images stay on one core
     sizes = Sizes(
-        tasks, chunk, size, cells, n, planes, h, w, c_k, c_v, taps, (taps - 1).bit_length(), border, margin,
-        border * padded, margin * padded, exclude, lane_images, lane_heads, head_blocks, batch, strip, strips,
-        halo, rows, stride, plane, columns, neighbours,
+        tasks, chunk, size, cells_room, n, planes, h, w, c_k, c_v, taps, (taps - 1).bit_length(), border,
+        margin, border * padded, margin * padded, exclude, lane_images, lane_heads, head_blocks, batch, strip,
+        strips, halo, rows, stride, plane, columns, neighbours,
     )  # fmt: skip
     i, j = (np.arange(k) * d for k, d in zip(window.size, window.dilation, strict=True))
     offsets = j * lanes + j % 2 * (neighbours + lanes)  # odd: in the copy
-    cells_of_window = np.concatenate([np.repeat(i - border, len(j)), np.tile(offsets, len(i))])
+    cells = np.stack([np.repeat(i - border, len(j)), np.tile(offsets, len(i))])
     images = np.divmod(np.arange(lanes), lane_heads)
-    return Tiling(sizes, cells_of_window, *images, batches * strips, (min(threads, tasks), size))
+    return Tiling(sizes, cells, *images, batches * strips, (min(threads, tasks), size))
 
 
 def _even(columns: int) -> int:

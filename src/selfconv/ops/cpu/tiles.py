@@ -5,7 +5,10 @@ each head of each image. It has a border, so that no window needs a branch: a fi
 columns left of each row. The border holds zeros, and the columns left of a row serve the row before as its
 right border too; or, as far as ``reach``, it holds features that the caller has there. For each row of
 positions ``aim`` computes where the cells of a window are. Those above and below the image are all in the
-first row, so that a tile has no more rows the further a window reaches.
+first row, so that a tile has no more rows than the features have.
+
+The border of keys and values is cleared once, as nothing writes it. In the tile of ``mark_outside`` it is −∞.
+Gradients are added to the border of their tiles, too, and nobody reads them there.
 
 The widest registers hold two columns, a cache line. At an odd column offset such a load would cross two
 lines, at twice the cost of one. So what windows reach, ``neighbours`` numbers in all, exists twice: the copy
@@ -35,8 +38,9 @@ COUNTERS = 2
 Addresses = namedtuple("Addresses", "scratch scale window table_k table_v")
 Sizes = namedtuple(
     "Sizes",
-    "tasks chunk scratch cells images planes height width c_k c_v taps shift border margin reach_i reach_j "
-    "exclude lane_images lane_heads head_blocks batch strip strips halo rows stride plane columns neighbours",
+    "tasks chunk scratch cells_room images planes height width c_k c_v taps shift border margin reach_i "
+    "reach_j exclude lane_images lane_heads head_blocks batch strip strips halo rows stride plane columns "
+    "neighbours",
 )
 # Features [N, C, P, h, w] of the caller: address and strides; then the channels of a head, how far apart
 # blocks of images and of heads are, and the address of a table that says where each lane's head begins.
@@ -46,8 +50,8 @@ MAPS = SIZES + len(Sizes._fields)
 MAP = len(Map._fields)
 
 # A task: blocks of images from first to last, a block of heads, rows from start to stop. The rows whose
-# windows reach its own are those from above to below. Its tiles have the row top after the row of zeros.
-Task = namedtuple("Task", "first last heads start stop above below top")
+# windows reach its own are those from above to below. Its tiles have the row tile_top after the border.
+Task = namedtuple("Task", "first last heads start stop above below tile_top")
 
 options = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 # Only kernels call these functions; a quarter of the time to compile would go into calls from elsewhere.
@@ -72,8 +76,8 @@ def read_task(task, sizes):
     first, last = batch * sizes.batch, min((batch + 1) * sizes.batch, blocks)
     start, stop = strip * sizes.strip, min((strip + 1) * sizes.strip, sizes.height)
     above, below = max(start - sizes.border, 0), min(stop + sizes.border, sizes.height)
-    top = max(start - sizes.halo, -sizes.reach_i)
-    return Task(first, last, heads, start, stop, above, below, top)
+    tile_top = max(start - sizes.halo, -sizes.reach_i)
+    return Task(first, last, heads, start, stop, above, below, tile_top)
 
 
 @njit(**options)
@@ -92,10 +96,10 @@ def owned(start, stop, sizes):
 
 @njit(**options)
 def aim(window, i, task, sizes, cells):
-    """Where in a tile the cells of windows around row i are, counted from the column of their left ones.
+    """Where the cells of windows around row i are in a tile, to be added to the column of the leftmost cell.
 
     Args:
-        window: of each cell first how far below the centre it is, then the offset of its column.
+        window: rows of the cells below the centre, then offsets of their columns.
     """
     for t in range(sizes.taps):
         y = i + window[t]
@@ -110,7 +114,7 @@ def mark_outside(task, sizes, tile):
     for i in range(sizes.plane):
         tile[i] = -np.inf
         copied[i] = -np.inf
-    for i in range(task.top, min(task.top + sizes.rows, sizes.height)):
+    for i in range(task.tile_top, min(task.tile_top + sizes.rows, sizes.height)):
         row = advance(rows_from(i, tile, task, sizes), sizes.margin * lanes)
         clear(row, sizes.width * lanes)
         clear(copy_of(row, sizes), sizes.width * lanes)
@@ -159,8 +163,8 @@ def add_copies(tiles, number, first, stop, task, sizes):
 
 @njit(**options)
 def row_number(i, task):
-    """Of a row of the image in a tile."""
-    return 1 + i - task.top
+    """Which row of a tile has row i of the image."""
+    return 1 + i - task.tile_top
 
 
 @njit(**options)

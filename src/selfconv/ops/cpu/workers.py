@@ -83,11 +83,11 @@ def forward_worker(name, order):
         query, key, value = read_map(args, 0), read_map(args, 1), read_map(args, 2)
         out, lse = read_map(args, 3), read_map(args, 4)
 
-        scratch = fetch_add(args, 0, 1) * sizes.scratch
-        cells = pointer(addresses.scratch + scratch * itemsize, np.int64)
-        q = advance(pointer(addresses.scratch, dtype), scratch + sizes.cells)
+        own = addresses.scratch + fetch_add(args, 0, 1) * sizes.scratch * itemsize
+        cells = pointer(own, np.int64)
+        q = advance(pointer(own, dtype), sizes.cells_room)
         lanes = lanes_of(q)
-        clear(q, sizes.scratch - sizes.cells)
+        clear(q, sizes.scratch - sizes.cells_room)
         o = advance(q, P * c_k * plane)  # [P, c, rows, columns, lanes], as q
         logs = advance(o, P * c_v * plane)
         k = advance(logs, P * plane)
@@ -158,11 +158,11 @@ def backward_worker(name, order):
         d_table_k, d_table_v = args[MAPS + 8 * MAP], args[MAPS + 8 * MAP + 1]
         shared = d_key.data == d_value.data  # key and value are one tensor: so is their gradient
 
-        scratch = fetch_add(args, 0, 1) * sizes.scratch
-        cells = pointer(addresses.scratch + scratch * itemsize, np.int64)
-        q = advance(pointer(addresses.scratch, dtype), scratch + sizes.cells)
+        own = addresses.scratch + fetch_add(args, 0, 1) * sizes.scratch * itemsize
+        cells = pointer(own, np.int64)
+        q = advance(pointer(own, dtype), sizes.cells_room)
         lanes = lanes_of(q)
-        clear(q, sizes.scratch - sizes.cells)
+        clear(q, sizes.scratch - sizes.cells_room)
         dq = advance(q, P * c_k * plane)  # [P, c, rows, columns, lanes], as q
         g = advance(dq, P * c_k * plane)
         logs = advance(g, P * c_v * plane)

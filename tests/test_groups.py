@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from helpers import ROOT
-from helpers.cases import D3, TILTED
+from helpers.cases import D3, TILTED, C, S
 from torch import Tensor
 
+from selfconv._harmonics import Matrix
 from selfconv.groups import GROUPS, IDENTITY, QUARTER_TURN, Group, cyclic, dihedral, get_group
 from selfconv.testing import transform
 
@@ -196,6 +198,13 @@ def test_oblong_and_small_maps_are_turned() -> None:
     assert inside[0, 0] == 0  # from outside
 
 
+def test_matrices_may_be_a_tensor_or_an_array() -> None:
+    matrices: Any = torch.tensor(GROUPS["c8"].matrices, dtype=torch.float64)
+    assert Group("c8", matrices) == Group("c8", matrices.numpy()) == GROUPS["c8"]
+    with pytest.raises(ValueError, match=r"^group 'a': expected 2×2 matrices of finite numbers; got Tensor$"):
+        Group("a", matrices[0])
+
+
 def test_what_is_not_a_group_is_refused() -> None:
     with pytest.raises(ValueError, match="product of two of its elements is not among them"):
         Group("turn", (IDENTITY, QUARTER_TURN))
@@ -203,6 +212,54 @@ def test_what_is_not_a_group_is_refused() -> None:
         Group("late", (HALF_TURN, IDENTITY))
     with pytest.raises(ValueError, match="is neither a rotation nor a reflection"):
         Group("shear", (IDENTITY, ((1, 1), (0, 1))))
+
+
+def rounded(group: Group, decimals: int) -> tuple[Any, ...]:
+    return tuple(tuple(tuple(round(e, decimals) for e in row) for row in matrix) for matrix in group.matrices)
+
+
+def rotation(angle: float) -> Matrix:
+    return ((math.cos(angle), -math.sin(angle)), (math.sin(angle), math.cos(angle)))
+
+
+def in_float32(order: int) -> Any:
+    angles = torch.arange(order, dtype=torch.float32) * (math.tau / order)
+    return torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], 1).reshape(-1, 2, 2)
+
+
+def test_elements_that_rounding_has_moved_are_exact() -> None:
+    """Those of float32 too, whose entries are off by 1e-7: quarter turns, and a mirror by itself."""
+    turns = Group("turns", tuple(in_float32(4).tolist()))
+    assert turns.matrices == GROUPS["p4"].matrices
+    assert not turns.band_limited
+    assert Group("flip", (IDENTITY, ((1, -8.7e-8), (-8.7e-8, -1)))).matrices[1] == ((1, 0), (0, -1))
+    assert Group("c8", rounded(GROUPS["c8"], 14)) == GROUPS["c8"]  # the table's own, bit for bit
+    c, s = math.cos(8e-4), math.sin(8e-4)  # c is 1 − 3e-7
+    assert Group("oblique", (IDENTITY, ((c, s), (s, -c)))).exact == (True, False)
+
+
+NO_ROTATION = "is neither a rotation nor a reflection"
+NO_PRODUCT = "the product of two of its elements is not among them"
+
+
+@pytest.mark.parametrize(
+    ("name", "matrices", "fault", "deviation"),
+    [
+        ("c8", rounded(GROUPS["c8"], 7), NO_ROTATION, "e-0[78]"),
+        ("c8", in_float32(8).tolist(), NO_ROTATION, "e-08"),
+        ("c12", in_float32(12).tolist(), NO_ROTATION, "e-08"),
+        ("far", (IDENTITY, ((C, -S), (S, C))), NO_PRODUCT, "e-01"),
+        ("drifting", tuple(rotation(angle) for angle in (0, 2.0943952, 4.1887903)), NO_PRODUCT, "e-0[78]"),
+    ],
+    ids=["decimals", "c8 in float32", "c12 in float32", "no group", "angles"],
+)  # fmt: skip
+def test_matrices_that_are_not_precise_are_refused(
+    name: str, matrices: Any, fault: str, deviation: str
+) -> None:
+    """So that rotations of filters compose exactly in every group."""
+    expected = "expected a precision of 1e-12, which matrices computed in float64 have; got a deviation of"
+    with pytest.raises(ValueError, match=rf"^group '{name}': .*{fault}: {expected} \d\.\d{deviation}$"):
+        Group(name, tuple(matrices))
 
 
 def test_bad_arguments_are_named() -> None:

@@ -116,8 +116,8 @@ class Audit:
         ):
             return ""
         return (
-            f"; the output is equivariant to {self._without_limit()} on this input (error {self.error:.1e}): if "
-            "layers are combined on purpose, as in an average over turned copies, equivariance_error "
+            f"; the output is equivariant to {self._without_limit()} on this input (error {self.error:.1e}): "
+            "if layers are combined on purpose, as in an average over turned copies, equivariance_error "
             "measures the whole"
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import product
 from typing import Any
 
@@ -272,6 +273,51 @@ def test_bad_arguments_are_named() -> None:
     for bad in (lambda: GROUPS["c8"].steer(torch.zeros(8, 4, 4)), lambda: GROUPS["c8"].parameter_shape(4)):
         with pytest.raises(ValueError, match=r"'c8' turns .*: expected a window of odd size; got 4×4"):
             bad()
+
+
+@pytest.mark.parametrize("k", [-3, 0, 5.0, True, "3", (3, 5.0), (3, 3, 3)])
+@pytest.mark.parametrize("name", ["p4", "c8"])
+def test_a_window_is_an_integer_or_two(name: str, k: Any) -> None:
+    for refuse in (GROUPS[name].basis, GROUPS[name].parameter_shape):
+        with pytest.raises(ValueError, match=r"^k: expected an integer ≥ 1, or two, \(rows, columns\); got "):
+            refuse(k)
+
+
+def test_windows_that_the_group_does_not_map_to_themselves_are_refused() -> None:
+    c8: Any = GROUPS["c8"]
+    message = "^group 'c8' does not map rows to rows: expected a square window; got 3×5$"
+    for refuse in (c8.basis, c8.parameter_shape, lambda k: c8.window_values(torch.randn(2, 6), k)):
+        with pytest.raises(ValueError, match=message):
+            refuse((3, 5))
+    assert c8.basis((3, 3)).shape == (6, 3, 3)
+    assert C2.parameter_shape((3, 5)) == (3, 5)
+
+
+def test_filters_and_coefficients_have_the_shape_of_the_window() -> None:
+    c8 = GROUPS["c8"]
+    message = r"^group 'c8' has 13 functions for 5×5 filters: expected coefficients \[..., 13\]; got shape "
+    with pytest.raises(ValueError, match=message + r"\[2, 6\]$"):
+        c8.window_values(torch.randn(2, 6), 5)
+    for shape, planar, lead in (([5], True, ""), ([], True, ""), ([3, 3], False, "8, ")):
+        message = rf"^group 'c8' steers filters \[..., {lead}k, k\]; got shape {re.escape(str(shape))}$"
+        with pytest.raises(ValueError, match=message):
+            c8.steer(torch.randn(shape), planar=planar)
+
+
+@pytest.mark.parametrize("dtype", [torch.long, torch.bool])
+def test_integer_filters_have_no_values_between_the_pixels(dtype: torch.dtype) -> None:
+    """Rotated by 45° they are no integers; a permutation of pixels takes any dtype."""
+    c8 = GROUPS["c8"]
+    message = "^group 'c8' computes values between the pixels: expected {} of a floating dtype; got " + str(
+        dtype
+    )
+    with pytest.raises(TypeError, match=message.format("filters")):
+        c8.steer(torch.ones(3, 3, dtype=dtype), planar=True)
+    with pytest.raises(TypeError, match=message.format("filters")):
+        c8.steer(torch.ones(8, 3, 3, dtype=dtype))
+    with pytest.raises(TypeError, match=message.format("coefficients")):
+        c8.window_values(torch.ones(6, dtype=dtype), 3)
+    assert GROUPS["p4"].steer(torch.ones(3, 3, dtype=dtype), planar=True).dtype == dtype
 
 
 def test_ring_0_of_the_basis_has_one_function_as_the_documentation_says() -> None:

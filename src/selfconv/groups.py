@@ -247,26 +247,52 @@ class Group:
         Args:
             k: also (rows, columns), where the group ``keeps_axes``.
         """
-        rows, columns = k if isinstance(k, tuple) else (k, k)
-        self._check_window(rows)
+        rows, columns = self._window(k)
         return (len(_harmonics.basis(rows)),) if self.band_limited else (rows, columns)
 
     def window_values(self, parameters: Tensor, k: int | tuple[int, int]) -> Tensor:
         """The filters ``[..., k, k]`` for parameters ``[..., *parameter_shape(k)]``."""
         if not self.band_limited:
             return parameters
-        rows, columns = k if isinstance(k, tuple) else (k, k)
+        rows, columns = self._window(k)
         basis = _constant("basis", self.matrices, rows, columns)
+        functions = basis.shape[0]
+        if parameters.dim() < 1 or int(parameters.shape[-1]) != functions:  # torch.jit.trace: a tensor
+            raise ValueError(
+                f"group {self.name!r} has {functions} functions for {rows}×{columns} filters: expected "
+                f"coefficients [..., {functions}]; got shape {list(parameters.shape)}"
+            )
+        self._check_floating("coefficients", parameters)
         return _combine(parameters, basis).unflatten(-1, (rows, columns))
 
     def basis(self, k: int) -> Tensor | None:
         """The basis of k×k filters, ``[functions, k, k]``; None if every filter value is a parameter."""
-        self._check_window(k)
-        return (
-            torch.from_numpy(_harmonics.basis(k)).clone().unflatten(-1, (k, k)) if self.band_limited else None
-        )
+        window = self._window(k)
+        if not self.band_limited:
+            return None
+        return torch.from_numpy(_harmonics.basis(window[0])).clone().unflatten(-1, window)
 
-    def _check_window(self, k: int) -> None:
+    def _window(self, k: int | tuple[int, int]) -> tuple[int, int]:
+        """(rows, columns) of a window that the group maps to itself."""
+        rows, columns = k if isinstance(k, tuple) and len(k) == 2 else (k, k)
+        if not (is_whole(rows) and is_whole(columns)) or min(rows, columns) < 1:
+            raise ValueError(f"k: expected an integer ≥ 1, or two, (rows, columns); got {k!r}")
+        if rows != columns and not self.keeps_axes:
+            raise ValueError(
+                f"group {self.name!r} does not map rows to rows: expected a square window; "
+                f"got {rows}×{columns}"
+            )
+        self._check_odd(rows)
+        return int(rows), int(columns)
+
+    def _check_floating(self, what: str, values: Tensor) -> None:
+        if self.band_limited and not (values.is_floating_point() or values.is_complex()):
+            raise TypeError(
+                f"group {self.name!r} computes values between the pixels: expected {what} of a floating "
+                f"dtype; got {values.dtype}"
+            )
+
+    def _check_odd(self, k: int) -> None:
         if self.band_limited and k % 2 == 0:
             raise ValueError(
                 f"group {self.name!r} turns filters about a pixel: expected a window of odd size; got {k}×{k}"
@@ -285,14 +311,15 @@ class Group:
         Returns:
             ``[..., P, R, k, k]``, or ``[..., P, k, k]`` if ``planar``.
         """
-        window = int(filters.shape[-2]), int(filters.shape[-1])  # torch.jit.trace makes tensors of sizes
-        domain = 1 if planar else len(self)
-        square = window[0] == window[1] or self.keeps_axes
+        domain, least = (1, 2) if planar else (len(self), 3)
+        window = tuple(map(int, filters.shape[-2:]))  # torch.jit.trace makes tensors of sizes
+        square = filters.dim() >= least and (window[0] == window[1] or self.keeps_axes)
         if not square or (not planar and filters.shape[-3] != domain):
             lead = "" if planar else f"{domain}, "
             raise ValueError(
                 f"group {self.name!r} steers filters [..., {lead}k, k]; got shape {list(filters.shape)}"
             )
+        self._check_floating("filters", filters)
         if len(self) == 1:
             return filters.unsqueeze(-3 if planar else -4)
         if self.band_limited and window[0] > 1:
@@ -303,7 +330,7 @@ class Group:
 
     def _steer_between_pixels(self, filters: Tensor, planar: bool) -> Tensor:
         k = int(filters.shape[-1])  # torch.jit.trace makes tensors of sizes
-        self._check_window(k)
+        self._check_odd(k)
         steering = _constant("steering", self.matrices, k, k)  # [k·k, P·k·k]
         turned = _combine(filters.flatten(-2), steering)  # [..., (R,) P·k·k]
         turned = turned.unflatten(-1, (len(self), k, k))  # [..., (R,) P, k, k]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from helpers import ROOT
-from helpers.cases import D3, TILTED
+from helpers.cases import D3, TILTED, C, S
 from torch import Tensor
 
+from selfconv._harmonics import Matrix
 from selfconv.groups import GROUPS, IDENTITY, QUARTER_TURN, Group, cyclic, dihedral, get_group
 from selfconv.testing import transform
 
@@ -196,6 +199,13 @@ def test_oblong_and_small_maps_are_turned() -> None:
     assert inside[0, 0] == 0  # from outside
 
 
+def test_matrices_may_be_a_tensor_or_an_array() -> None:
+    matrices: Any = torch.tensor(GROUPS["c8"].matrices, dtype=torch.float64)
+    assert Group("c8", matrices) == Group("c8", matrices.numpy()) == GROUPS["c8"]
+    with pytest.raises(ValueError, match=r"^group 'a': expected 2×2 matrices of finite numbers; got Tensor$"):
+        Group("a", matrices[0])
+
+
 def test_what_is_not_a_group_is_refused() -> None:
     with pytest.raises(ValueError, match="product of two of its elements is not among them"):
         Group("turn", (IDENTITY, QUARTER_TURN))
@@ -203,6 +213,54 @@ def test_what_is_not_a_group_is_refused() -> None:
         Group("late", (HALF_TURN, IDENTITY))
     with pytest.raises(ValueError, match="is neither a rotation nor a reflection"):
         Group("shear", (IDENTITY, ((1, 1), (0, 1))))
+
+
+def rounded(group: Group, decimals: int) -> tuple[Any, ...]:
+    return tuple(tuple(tuple(round(e, decimals) for e in row) for row in matrix) for matrix in group.matrices)
+
+
+def rotation(angle: float) -> Matrix:
+    return ((math.cos(angle), -math.sin(angle)), (math.sin(angle), math.cos(angle)))
+
+
+def in_float32(order: int) -> Any:
+    angles = torch.arange(order, dtype=torch.float32) * (math.tau / order)
+    return torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], 1).reshape(-1, 2, 2)
+
+
+def test_elements_that_rounding_has_moved_are_exact() -> None:
+    """Those of float32 too, whose entries are off by 1e-7: quarter turns, and a mirror by itself."""
+    turns = Group("turns", tuple(in_float32(4).tolist()))
+    assert turns.matrices == GROUPS["p4"].matrices
+    assert not turns.band_limited
+    assert Group("flip", (IDENTITY, ((1, -8.7e-8), (-8.7e-8, -1)))).matrices[1] == ((1, 0), (0, -1))
+    assert Group("c8", rounded(GROUPS["c8"], 14)) == GROUPS["c8"]  # the table's own, bit for bit
+    c, s = math.cos(8e-4), math.sin(8e-4)  # c is 1 − 3e-7
+    assert Group("oblique", (IDENTITY, ((c, s), (s, -c)))).exact == (True, False)
+
+
+NO_ROTATION = "is neither a rotation nor a reflection"
+NO_PRODUCT = "the product of two of its elements is not among them"
+
+
+@pytest.mark.parametrize(
+    ("name", "matrices", "fault", "deviation"),
+    [
+        ("c8", rounded(GROUPS["c8"], 7), NO_ROTATION, "e-0[78]"),
+        ("c8", in_float32(8).tolist(), NO_ROTATION, "e-08"),
+        ("c12", in_float32(12).tolist(), NO_ROTATION, "e-08"),
+        ("far", (IDENTITY, ((C, -S), (S, C))), NO_PRODUCT, "e-01"),
+        ("drifting", tuple(rotation(angle) for angle in (0, 2.0943952, 4.1887903)), NO_PRODUCT, "e-0[78]"),
+    ],
+    ids=["decimals", "c8 in float32", "c12 in float32", "no group", "angles"],
+)  # fmt: skip
+def test_matrices_that_are_not_precise_are_refused(
+    name: str, matrices: Any, fault: str, deviation: str
+) -> None:
+    """So that rotations of filters compose exactly in every group."""
+    expected = "expected a precision of 1e-12, which matrices computed in float64 have; got a deviation of"
+    with pytest.raises(ValueError, match=rf"^group '{name}': .*{fault}: {expected} \d\.\d{deviation}$"):
+        Group(name, tuple(matrices))
 
 
 def test_bad_arguments_are_named() -> None:
@@ -215,6 +273,51 @@ def test_bad_arguments_are_named() -> None:
     for bad in (lambda: GROUPS["c8"].steer(torch.zeros(8, 4, 4)), lambda: GROUPS["c8"].parameter_shape(4)):
         with pytest.raises(ValueError, match=r"'c8' turns .*: expected a window of odd size; got 4×4"):
             bad()
+
+
+@pytest.mark.parametrize("k", [-3, 0, 5.0, True, "3", (3, 5.0), (3, 3, 3)])
+@pytest.mark.parametrize("name", ["p4", "c8"])
+def test_a_window_is_an_integer_or_two(name: str, k: Any) -> None:
+    for refuse in (GROUPS[name].basis, GROUPS[name].parameter_shape):
+        with pytest.raises(ValueError, match=r"^k: expected an integer ≥ 1, or two, \(rows, columns\); got "):
+            refuse(k)
+
+
+def test_windows_that_the_group_does_not_map_to_themselves_are_refused() -> None:
+    c8: Any = GROUPS["c8"]
+    message = "^group 'c8' does not map rows to rows: expected a square window; got 3×5$"
+    for refuse in (c8.basis, c8.parameter_shape, lambda k: c8.window_values(torch.randn(2, 6), k)):
+        with pytest.raises(ValueError, match=message):
+            refuse((3, 5))
+    assert c8.basis((3, 3)).shape == (6, 3, 3)
+    assert C2.parameter_shape((3, 5)) == (3, 5)
+
+
+def test_filters_and_coefficients_have_the_shape_of_the_window() -> None:
+    c8 = GROUPS["c8"]
+    message = r"^group 'c8' has 13 functions for 5×5 filters: expected coefficients \[..., 13\]; got shape "
+    with pytest.raises(ValueError, match=message + r"\[2, 6\]$"):
+        c8.window_values(torch.randn(2, 6), 5)
+    for shape, planar, lead in (([5], True, ""), ([], True, ""), ([3, 3], False, "8, ")):
+        message = rf"^group 'c8' steers filters \[..., {lead}k, k\]; got shape {re.escape(str(shape))}$"
+        with pytest.raises(ValueError, match=message):
+            c8.steer(torch.randn(shape), planar=planar)
+
+
+@pytest.mark.parametrize("dtype", [torch.long, torch.bool])
+def test_integer_filters_have_no_values_between_the_pixels(dtype: torch.dtype) -> None:
+    """Rotated by 45° they are no integers; a permutation of pixels takes any dtype."""
+    c8 = GROUPS["c8"]
+    message = "^group 'c8' computes values between the pixels: expected {} of a floating dtype; got " + str(
+        dtype
+    )
+    with pytest.raises(TypeError, match=message.format("filters")):
+        c8.steer(torch.ones(3, 3, dtype=dtype), planar=True)
+    with pytest.raises(TypeError, match=message.format("filters")):
+        c8.steer(torch.ones(8, 3, 3, dtype=dtype))
+    with pytest.raises(TypeError, match=message.format("coefficients")):
+        c8.window_values(torch.ones(6, dtype=dtype), 3)
+    assert GROUPS["p4"].steer(torch.ones(3, 3, dtype=dtype), planar=True).dtype == dtype
 
 
 def test_ring_0_of_the_basis_has_one_function_as_the_documentation_says() -> None:

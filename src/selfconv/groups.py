@@ -37,11 +37,14 @@ import torch
 from torch import Tensor
 
 from selfconv import _harmonics
-from selfconv._arguments import is_whole
-from selfconv._harmonics import ROUNDING, Array, Matrix
+from selfconv._arguments import describe_value, is_whole
+from selfconv._harmonics import Array, Matrix
 from selfconv._resample import resample
 
 Index = npt.NDArray[np.int64]
+
+NEAR = 1e-6  # matrices that differ by less are of one element
+PRECISION = 1e-12  # of the matrices, so that their products are exact to rounding
 
 IDENTITY: Matrix = ((1, 0), (0, 1))
 QUARTER_TURN: Matrix = ((0, -1), (1, 0))
@@ -61,14 +64,25 @@ def _power(a: Matrix, n: int) -> Matrix:
     return _multiply(a, _power(a, n - 1)) if n else IDENTITY
 
 
-def _key(matrix: Matrix) -> tuple[int, ...]:
-    """Equal for matrices that differ by rounding alone."""
-    return tuple(round(1e6 * entry) for row in matrix for entry in row)
+def _matrix(rows: Any) -> Matrix:
+    """Floats; or integers, where rounding has moved them, as cos(π/2): an element is exact or it is not."""
+    matrix = tuple(tuple(float(0.0 + entry) for entry in row) for row in rows)  # a string is no number
+    if [*map(len, matrix)] != [2, 2]:
+        raise ValueError("not 2×2")
+    whole = tuple(tuple(map(round, row)) for row in matrix)
+    return whole if _near(whole, matrix) else matrix  # type: ignore[return-value, arg-type]
 
 
-def _snapped(entry: float) -> float:
-    """Integers that rounding has moved, as cos(π/2), are integers: an element is exact or it is not."""
-    return round(entry) if abs(entry - round(entry)) < ROUNDING else entry
+def _near(a: Matrix, b: Matrix) -> bool:
+    return all(
+        abs(x - y) < NEAR for row, other in zip(a, b, strict=True) for x, y in zip(row, other, strict=True)
+    )
+
+
+def _nearest(matrices: Array, elements: Array) -> tuple[Index, Array]:
+    """For each of some rotations and reflections the nearest element, and the difference from it."""
+    nearest = (matrices.reshape(-1, 4) @ elements.reshape(-1, 4).T).argmax(1)
+    return nearest, matrices - elements[nearest]
 
 
 GROUPS: dict[str, Group] = {}  # by name; filled below
@@ -88,36 +102,47 @@ class Group:
         if not isinstance(self.name, str):
             raise TypeError(f"name of a group: expected a string; got {self.name!r}")
         try:
-            snapped = tuple(tuple(tuple(map(_snapped, row)) for row in matrix) for matrix in self.matrices)
-            shapes = {tuple(map(len, matrix)) for matrix in snapped}
-        except (TypeError, ValueError, OverflowError):  # no matrices, or entries that are not finite
-            shapes = set()
-        if shapes != {(2, 2)}:
-            raise ValueError(
-                f"group {self.name!r}: expected 2×2 matrices of finite numbers; got {self.matrices!r}"
-            )
-        object.__setattr__(self, "matrices", snapped)
-        known = {_key(matrix) for matrix in self.matrices}
-        if len(known) != len(self.matrices) or self.matrices[:1] != (IDENTITY,):
+            matrices = tuple(map(_matrix, self.matrices))
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # entries that are no finite numbers
+            matrices = ()
+        if not matrices:
+            given: Any = self.matrices
+            shown = repr(given) if isinstance(given, tuple | list) else describe_value(given)
+            raise ValueError(f"group {self.name!r}: expected 2×2 matrices of finite numbers; got {shown}")
+        object.__setattr__(self, "matrices", matrices)
+        if matrices[0] != IDENTITY or [*map(self.index, matrices)] != [*self]:
             raise ValueError(f"group {self.name!r}: expected distinct elements, the identity first")
-        for matrix in self.matrices:
-            (a, b), (c, d) = matrix
-            if _key(_multiply(matrix, ((a, c), (b, d)))) != _key(IDENTITY):
-                raise ValueError(f"group {self.name!r}: {matrix} is neither a rotation nor a reflection")
-        if any(_key(_multiply(a, b)) not in known for a in self.matrices for b in self.matrices):
-            raise ValueError(f"group {self.name!r}: the product of two of its elements is not among them")
-        table = GROUPS.get(self.name)
-        if table is not None and [*map(_key, table.matrices)] != [*map(_key, self.matrices)]:
-            raise ValueError(
-                f"group {self.name!r}: expected the {len(table)} elements that this name has in GROUPS, "
-                f"in their order, or another name; got {len(self.matrices)} others"
+        elements = self._elements
+        for matrix, element in zip(matrices, elements, strict=True):
+            self._check_precision(
+                f"{matrix} is neither a rotation nor a reflection", element @ element.T - np.eye(2)
             )
+        for s in elements:
+            self._check_precision(
+                "the product of two of its elements is not among them", _nearest(s @ elements, elements)[1]
+            )
+        table = GROUPS.get(self.name)
+        if table is not None:
+            if len(table) != len(self) or not all(map(_near, table.matrices, matrices)):
+                raise ValueError(
+                    f"group {self.name!r}: expected the {len(table)} elements that this name has in GROUPS, "
+                    f"in their order, or another name; got {len(self)} others"
+                )
+            object.__setattr__(self, "matrices", table.matrices)  # which may differ by rounding
         _ = (
             self.quotient,
             self.factors,
             self.band_limited,
             self.keeps_axes,
         )  # all tables, while no compiler is tracing
+
+    def _check_precision(self, fault: str, deviations: Array) -> None:
+        deviation = float(np.abs(deviations).max())
+        if not deviation <= PRECISION:
+            raise ValueError(
+                f"group {self.name!r}: {fault}: expected a precision of {PRECISION:g}, which matrices "
+                f"computed in float64 have; got a deviation of {deviation:.1e}"
+            )
 
     def __len__(self) -> int:
         return len(self.matrices)
@@ -131,8 +156,12 @@ class Group:
     @cached_property
     def product(self) -> tuple[tuple[int, ...], ...]:
         """The Cayley table: ``product[s][r]`` is the element that acts as r followed by s."""
-        index = {_key(m): i for i, m in enumerate(self.matrices)}
-        return tuple(tuple(index[_key(_multiply(s, r))] for r in self.matrices) for s in self.matrices)
+        elements = self._elements
+        return tuple(tuple(_nearest(s @ elements, elements)[0].tolist()) for s in elements)
+
+    @property
+    def _elements(self) -> Array:
+        return np.array(self.matrices, dtype=np.float64)  # [|H|, 2, 2]
 
     @cached_property
     def inverse(self) -> tuple[int, ...]:
@@ -179,8 +208,7 @@ class Group:
 
     def index(self, matrix: Matrix) -> int | None:
         """The element with this matrix, up to rounding; None if the group does not contain it."""
-        key = _key(matrix)
-        return next((i for i, m in enumerate(self.matrices) if _key(m) == key), None)
+        return next((i for i, m in enumerate(self.matrices) if _near(m, matrix)), None)
 
     def turn(self, quarters: int) -> int | None:
         """The counter-clockwise rotation by this many quarter turns; None if it is not in the group."""
@@ -219,26 +247,52 @@ class Group:
         Args:
             k: also (rows, columns), where the group ``keeps_axes``.
         """
-        rows, columns = k if isinstance(k, tuple) else (k, k)
-        self._check_window(rows)
+        rows, columns = self._window(k)
         return (len(_harmonics.basis(rows)),) if self.band_limited else (rows, columns)
 
     def window_values(self, parameters: Tensor, k: int | tuple[int, int]) -> Tensor:
         """The filters ``[..., k, k]`` for parameters ``[..., *parameter_shape(k)]``."""
         if not self.band_limited:
             return parameters
-        rows, columns = k if isinstance(k, tuple) else (k, k)
+        rows, columns = self._window(k)
         basis = _constant("basis", self.matrices, rows, columns)
+        functions = basis.shape[0]
+        if parameters.dim() < 1 or int(parameters.shape[-1]) != functions:  # torch.jit.trace: a tensor
+            raise ValueError(
+                f"group {self.name!r} has {functions} functions for {rows}×{columns} filters: expected "
+                f"coefficients [..., {functions}]; got shape {list(parameters.shape)}"
+            )
+        self._check_floating("coefficients", parameters)
         return _combine(parameters, basis).unflatten(-1, (rows, columns))
 
     def basis(self, k: int) -> Tensor | None:
         """The basis of k×k filters, ``[functions, k, k]``; None if every filter value is a parameter."""
-        self._check_window(k)
-        return (
-            torch.from_numpy(_harmonics.basis(k)).clone().unflatten(-1, (k, k)) if self.band_limited else None
-        )
+        window = self._window(k)
+        if not self.band_limited:
+            return None
+        return torch.from_numpy(_harmonics.basis(window[0])).clone().unflatten(-1, window)
 
-    def _check_window(self, k: int) -> None:
+    def _window(self, k: int | tuple[int, int]) -> tuple[int, int]:
+        """(rows, columns) of a window that the group maps to itself."""
+        rows, columns = k if isinstance(k, tuple) and len(k) == 2 else (k, k)
+        if not (is_whole(rows) and is_whole(columns)) or min(rows, columns) < 1:
+            raise ValueError(f"k: expected an integer ≥ 1, or two, (rows, columns); got {k!r}")
+        if rows != columns and not self.keeps_axes:
+            raise ValueError(
+                f"group {self.name!r} does not map rows to rows: expected a square window; "
+                f"got {rows}×{columns}"
+            )
+        self._check_odd(rows)
+        return int(rows), int(columns)
+
+    def _check_floating(self, what: str, values: Tensor) -> None:
+        if self.band_limited and not (values.is_floating_point() or values.is_complex()):
+            raise TypeError(
+                f"group {self.name!r} computes values between the pixels: expected {what} of a floating "
+                f"dtype; got {values.dtype}"
+            )
+
+    def _check_odd(self, k: int) -> None:
         if self.band_limited and k % 2 == 0:
             raise ValueError(
                 f"group {self.name!r} turns filters about a pixel: expected a window of odd size; got {k}×{k}"
@@ -257,14 +311,15 @@ class Group:
         Returns:
             ``[..., P, R, k, k]``, or ``[..., P, k, k]`` if ``planar``.
         """
-        window = int(filters.shape[-2]), int(filters.shape[-1])  # torch.jit.trace makes tensors of sizes
-        domain = 1 if planar else len(self)
-        square = window[0] == window[1] or self.keeps_axes
+        domain, least = (1, 2) if planar else (len(self), 3)
+        window = tuple(map(int, filters.shape[-2:]))  # torch.jit.trace makes tensors of sizes
+        square = filters.dim() >= least and (window[0] == window[1] or self.keeps_axes)
         if not square or (not planar and filters.shape[-3] != domain):
             lead = "" if planar else f"{domain}, "
             raise ValueError(
                 f"group {self.name!r} steers filters [..., {lead}k, k]; got shape {list(filters.shape)}"
             )
+        self._check_floating("filters", filters)
         if len(self) == 1:
             return filters.unsqueeze(-3 if planar else -4)
         if self.band_limited and window[0] > 1:
@@ -275,7 +330,7 @@ class Group:
 
     def _steer_between_pixels(self, filters: Tensor, planar: bool) -> Tensor:
         k = int(filters.shape[-1])  # torch.jit.trace makes tensors of sizes
-        self._check_window(k)
+        self._check_odd(k)
         steering = _constant("steering", self.matrices, k, k)  # [k·k, P·k·k]
         turned = _combine(filters.flatten(-2), steering)  # [..., (R,) P·k·k]
         turned = turned.unflatten(-1, (len(self), k, k))  # [..., (R,) P, k, k]

@@ -323,11 +323,21 @@ def test_a_network_that_does_not_turn_fails_between_the_pixels() -> None:
         "not equivariant to c3 (within 50.0%) and shifts at 24x24: the model's output: under"
     )
     assert not audit(conv(), 24, "c8", between=0.5).passed
+
+
+def test_the_verdict_states_the_limit_where_some_elements_are_exact() -> None:
+    """The limit decides on c8 as on c3. Without one, the verdict is on the exact elements alone."""
     lift = LiftingConv2d(3, 4, 3, padding=1, group="c8")
     assert (
         audit(lift, 24, between=0.5)
         .summary()
-        .startswith("equivariant to the exact elements of c8 and shifts at")
+        .startswith("equivariant to c8 (within 50.0%) and shifts at 24x24: ")
+    )
+    assert audit(lift, 24).summary().startswith("equivariant to the exact elements of c8 and shifts at")
+    failed = audit(lift, 24, between=0.001)
+    assert list(failed.faults) == ["the model's output"]
+    assert failed.summary().startswith(
+        "not equivariant to c8 (within 0.1%) and shifts at 24x24: the model's output: under elements between"
     )
 
 

@@ -116,8 +116,8 @@ class Audit:
         ):
             return ""
         return (
-            f"; the output is equivariant to {self._tested()[0]} on this input (error {self.error:.1e}): if "
-            "layers are combined on purpose, as in an average over turned copies, equivariance_error "
+            f"; the output is equivariant to {self._without_limit()} on this input (error {self.error:.1e}): "
+            "if layers are combined on purpose, as in an average over turned copies, equivariance_error "
             "measures the whole"
         )
 
@@ -127,10 +127,14 @@ class Audit:
         return max([self.tolerance, *map(default_tolerance, self.rounded.values())])
 
     def _tested(self) -> list[str]:
-        """What of the group was tested."""
-        if self._exact:
-            return [f"the exact elements of {self.group}" if self.group.band_limited else self.group.name]
-        return [] if self.limit is None else [f"{self.group} (within {self.limit:.1%})"]
+        """What of the group was tested: with a limit, elements between the pixels as well."""
+        if self.limit is not None:
+            return [f"{self.group} (within {self.limit:.1%})"]
+        return [self._without_limit()] if self._exact else []
+
+    def _without_limit(self) -> str:
+        """The elements that are tested to rounding."""
+        return f"the exact elements of {self.group}" if self.group.band_limited else self.group.name
 
     def _verdict(self, where: str) -> str:
         shifts = ["shifts"] if self.shifted and not self.untested else []

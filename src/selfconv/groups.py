@@ -254,7 +254,9 @@ class Group:
         """The filters ``[..., k, k]`` for parameters ``[..., *parameter_shape(k)]``."""
         if not self.band_limited:
             return parameters
-        rows, columns = self._window(k)
+        if not torch.compiler.is_compiling():
+            self._window(k)
+        rows, columns = k if isinstance(k, tuple) else (k, k)
         basis = _constant("basis", self.matrices, rows, columns)
         functions = basis.shape[0]
         if parameters.dim() < 1 or int(parameters.shape[-1]) != functions:  # torch.jit.trace: a tensor

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import tifffile
 import torch
+from helpers.tiny_runs import PATIENCE
 from PIL import Image
 
 from selfconv.data import Augment, Batches, DataError, Dataset, load_data
@@ -145,7 +146,7 @@ def test_killed_decoding_continues_with_the_same_bits(tmp_path: Path) -> None:
         f"load_data({str(root)!r}, memory=0, cache={str(tmp_path / 'cache')!r})"
     )
     process = subprocess.Popen([sys.executable, "-c", script])
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while not [*(tmp_path / "cache").rglob("chunks.jsonl")] and time.monotonic() < deadline:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)

@@ -15,6 +15,7 @@ from selfconv import cli
 from selfconv.data import load_data
 from selfconv.train import DataOptions, ModelOptions, Recipe, RunConfig
 
+PATIENCE = 600  # seconds that tests wait for processes: on a busy machine they take minutes, a hang forever
 OPTIONS = ["--depth", "11", "--widths", "8", "8", "8", "--batch-size", "16", "--epochs", "3"]
 
 
@@ -60,7 +61,7 @@ def run_cli(*args: str | Path) -> int:
 def selfconv(*args: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
     """Runs the command in a process of its own."""
     return subprocess.run(
-        command(*args), capture_output=True, text=True, env=environment(), timeout=300, **options
+        command(*args), capture_output=True, text=True, env=environment(), timeout=PATIENCE, **options
     )
 
 

@@ -24,6 +24,7 @@ from helpers.cases import (
     contiguous,
     with_nan,
 )
+from helpers.tiny_runs import PATIENCE
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -284,7 +285,7 @@ out = affine_self_conv(x, x, x, None, None, None, None, num_heads=2, kernel_size
 assert num_threads() == 1 and abs(out[0, 0, 4, 4].item() - x[0, 0, 0, 0].item()) < 1e-6
 os._exit(0)
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
 
 
 def _threads_of_child(queue: multiprocessing.SimpleQueue) -> None:
@@ -500,7 +501,7 @@ for change in map(int, sys.argv[1:]):
         )
 
     def hits(process: subprocess.Popen[str]) -> list[str]:
-        printed, _ = process.communicate(timeout=120)
+        printed, _ = process.communicate(timeout=PATIENCE)
         return printed.split()
 
     together = [start("0") for _ in range(2)]

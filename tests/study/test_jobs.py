@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock
-from helpers.tiny_runs import command, environment, run_cli, same_weights, tiny_config, tiny_data
+from helpers.tiny_runs import PATIENCE, command, environment, run_cli, same_weights, tiny_config, tiny_data
 
 from selfconv.study import (
     Board,
@@ -193,7 +193,7 @@ def children(process: int) -> set[int]:
 
 
 def wait_for(condition: Any) -> None:
-    until = time.monotonic() + 240  # a busy machine takes a minute to start processes
+    until = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.05)
@@ -233,7 +233,7 @@ def test_ctrl_c_and_killed_parent(plan: Plan, tmp_path: Path, capfd: Any) -> Non
     assert refused.err.count("\n") == 1
     assert not any((folder / "failed.json").exists() for folder in folders)
     os.killpg(process.pid, signal.SIGINT)
-    printed, error = process.communicate(timeout=120)
+    printed, error = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130, printed + error
     assert error.startswith("selfconv: stopped and saved; 0 of 2 runs are done; continue with: selfconv ")
     assert error.endswith(" --jobs 2\n")
@@ -243,7 +243,7 @@ def test_ctrl_c_and_killed_parent(plan: Plan, tmp_path: Path, capfd: Any) -> Non
     assert len(workers) == 2
     seen = [last_saved(folder) for folder in folders]
     process.kill()
-    process.communicate(timeout=120)
+    process.communicate(timeout=PATIENCE)
     wait_for(lambda: not [pid for pid in workers if Path(f"/proc/{pid}").exists()])
     for folder, before in zip(folders, seen, strict=True):
         with FileLock(folder / ".lock", timeout=0):

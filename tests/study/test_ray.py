@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_runs import same_weights, tiny_config
+from helpers.tiny_runs import PATIENCE, same_weights, tiny_config
 from rich.console import Console
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -75,7 +75,7 @@ def table(made: Plan, out: Path) -> list[tuple[object, ...]]:
 
 def begun(out: Path, trials: tuple[Trial, ...], epochs: int) -> None:
     """Waits until all of them have done so many epochs."""
-    until = time.monotonic() + 240  # a busy machine takes a minute to start Ray's processes
+    until = time.monotonic() + PATIENCE
     while time.monotonic() < until:
         journals = [out / trial.folder / "metrics.jsonl" for trial in trials]
         if all(path.is_file() and len(path.read_text().splitlines()) >= epochs for path in journals):

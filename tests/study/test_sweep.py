@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 from helpers.made_runs import make_run
-from helpers.tiny_runs import command, environment, run_cli, same_weights, tiny_config
+from helpers.tiny_runs import PATIENCE, command, environment, run_cli, same_weights, tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -359,11 +359,11 @@ def test_ctrl_c_in_the_command(data: Path, tmp_path: Path) -> None:
         command(*arguments), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     folder = out / "resnet29-widths=8,16,32-depth=11" / "seed-0"
-    until = time.monotonic() + 60
+    until = time.monotonic() + PATIENCE
     while not list(folder.glob("checkpoints/*.safetensors")) and time.monotonic() < until:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    printed, error = process.communicate(timeout=60)
+    printed, error = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130, printed + error
     assert error.startswith("selfconv: stopped and saved; 0 of 1 runs are done; continue with: selfconv ")
     told = error.strip().partition("continue with: selfconv ")[2].split()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.tiny_runs import OPTIONS, command, environment, tiny_config
+from helpers.tiny_runs import OPTIONS, PATIENCE, command, environment, tiny_config
 from safetensors.torch import load_file
 
 from selfconv.nn import GroupBatchNorm
@@ -40,7 +40,7 @@ def launch(launcher: list[str], config: RunConfig, out: Path) -> str:
         capture_output=True,
         text=True,
         env=environment(),
-        timeout=300,
+        timeout=PATIENCE,
     )
     assert run.returncode == 0, run.stderr
     assert Run.open(out).record.processes == 2
@@ -97,7 +97,7 @@ def test_failure_is_reported_once(data: Path, tmp_path: Path, free_port: int) ->
         capture_output=True,
         text=True,
         env=environment(),
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert run.returncode != 0
     ours = [line for line in run.stderr.splitlines() if line.startswith("selfconv:")]

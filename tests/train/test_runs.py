@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.tiny_runs import OPTIONS, command, environment, same_weights, tiny_config
+from helpers.tiny_runs import OPTIONS, PATIENCE, command, environment, same_weights, tiny_config
 from safetensors.torch import load_file
 
 from selfconv.train import (
@@ -86,7 +86,7 @@ def test_sigterm_saves_and_prints_how_to_continue(data: Path, tmp_path: Path) ->
     process = start(data, out, "--epochs", "400")
     wait_for(lambda: (out / "metrics.jsonl").exists() and len(losses(out)) >= 1, process)
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 128 + signal.SIGTERM
     [line] = errors.splitlines()
     assert line.startswith("selfconv: stopped and saved in epoch ")

@@ -32,57 +32,18 @@ from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from selfconv import _harmonics
 from selfconv._arguments import describe_value, is_whole
-from selfconv._harmonics import Array, Matrix
+from selfconv._matrices import Array, Index, Matrix, as_matrix, multiply, near, nearest, power
 from selfconv._resample import resample
 
-Index = npt.NDArray[np.int64]
-
-NEAR = 1e-6  # matrices that differ by less are of one element
 PRECISION = 1e-12  # of the matrices, so that their products are exact to rounding
-
 IDENTITY: Matrix = ((1, 0), (0, 1))
 QUARTER_TURN: Matrix = ((0, -1), (1, 0))
 MIRROR: Matrix = ((1, 0), (0, -1))  # left to right
-
-
-def _multiply(a: Matrix, b: Matrix) -> Matrix:
-    (a00, a01), (a10, a11) = a
-    (b00, b01), (b10, b11) = b
-    return (
-        (a00 * b00 + a01 * b10, a00 * b01 + a01 * b11),
-        (a10 * b00 + a11 * b10, a10 * b01 + a11 * b11),
-    )
-
-
-def _power(a: Matrix, n: int) -> Matrix:
-    return _multiply(a, _power(a, n - 1)) if n else IDENTITY
-
-
-def _matrix(rows: Any) -> Matrix:
-    """Floats; or integers, where rounding has moved them, as cos(π/2): an element is exact or it is not."""
-    matrix = tuple(tuple(float(0.0 + entry) for entry in row) for row in rows)  # a string is no number
-    if [*map(len, matrix)] != [2, 2]:
-        raise ValueError("not 2×2")
-    whole = tuple(tuple(map(round, row)) for row in matrix)
-    return whole if _near(whole, matrix) else matrix  # type: ignore[return-value, arg-type]
-
-
-def _near(a: Matrix, b: Matrix) -> bool:
-    return all(
-        abs(x - y) < NEAR for row, other in zip(a, b, strict=True) for x, y in zip(row, other, strict=True)
-    )
-
-
-def _nearest(matrices: Array, elements: Array) -> tuple[Index, Array]:
-    """For each of some rotations and reflections the nearest element, and the difference from it."""
-    nearest = (matrices.reshape(-1, 4) @ elements.reshape(-1, 4).T).argmax(1)
-    return nearest, matrices - elements[nearest]
 
 
 GROUPS: dict[str, Group] = {}  # by name; filled below
@@ -102,7 +63,7 @@ class Group:
         if not isinstance(self.name, str):
             raise TypeError(f"name of a group: expected a string; got {self.name!r}")
         try:
-            matrices = tuple(map(_matrix, self.matrices))
+            matrices = tuple(map(as_matrix, self.matrices))
         except (TypeError, ValueError, OverflowError, RuntimeError):  # entries that are no finite numbers
             matrices = ()
         if not matrices:
@@ -119,22 +80,18 @@ class Group:
             )
         for s in elements:
             self._check_precision(
-                "the product of two of its elements is not among them", _nearest(s @ elements, elements)[1]
+                "the product of two of its elements is not among them", nearest(s @ elements, elements)[1]
             )
         table = GROUPS.get(self.name)
         if table is not None:
-            if len(table) != len(self) or not all(map(_near, table.matrices, matrices)):
+            if len(table) != len(self) or not all(map(near, table.matrices, matrices)):
                 raise ValueError(
                     f"group {self.name!r}: expected the {len(table)} elements that this name has in GROUPS, "
                     f"in their order, or another name; got {len(self)} others"
                 )
             object.__setattr__(self, "matrices", table.matrices)  # which may differ by rounding
-        _ = (
-            self.quotient,
-            self.factors,
-            self.band_limited,
-            self.keeps_axes,
-        )  # all tables, while no compiler is tracing
+        # all tables, while no compiler is tracing
+        _ = self.quotient, self.factors, self.band_limited, self.keeps_axes
 
     def _check_precision(self, fault: str, deviations: Array) -> None:
         deviation = float(np.abs(deviations).max())
@@ -157,7 +114,7 @@ class Group:
     def product(self) -> tuple[tuple[int, ...], ...]:
         """The Cayley table: ``product[s][r]`` is the element that acts as r followed by s."""
         elements = self._elements
-        return tuple(tuple(_nearest(s @ elements, elements)[0].tolist()) for s in elements)
+        return tuple(tuple(nearest(s @ elements, elements)[0].tolist()) for s in elements)
 
     @property
     def _elements(self) -> Array:
@@ -208,11 +165,11 @@ class Group:
 
     def index(self, matrix: Matrix) -> int | None:
         """The element with this matrix, up to rounding; None if the group does not contain it."""
-        return next((i for i, m in enumerate(self.matrices) if _near(m, matrix)), None)
+        return next((i for i, m in enumerate(self.matrices) if near(m, matrix)), None)
 
     def turn(self, quarters: int) -> int | None:
         """The counter-clockwise rotation by this many quarter turns; None if it is not in the group."""
-        return self.index(_power(QUARTER_TURN, quarters % 4))
+        return self.index(power(QUARTER_TURN, quarters % 4))
 
     def apply(self, s: int, offset: tuple[float, float]) -> tuple[float, float]:
         """Where element s moves a (row, column) offset from the centre."""
@@ -364,7 +321,7 @@ def _literal(kind: str, matrices: tuple[Matrix, ...], rows: int, columns: int) -
 _literal._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _array(kind: str, entries: list[float], rows: int, columns: int) -> npt.NDArray[Any]:
+def _array(kind: str, entries: list[float], rows: int, columns: int) -> np.ndarray:
     pairs = list(zip(entries[::2], entries[1::2], strict=True))
     return _CONSTANTS[kind](tuple(zip(pairs[::2], pairs[1::2], strict=True)), rows, columns)
 
@@ -434,7 +391,7 @@ def _unnamed(matrices: tuple[Matrix, ...]) -> Group:
     return Group("", matrices)
 
 
-_CONSTANTS: dict[str, Callable[[tuple[Matrix, ...], int, int], npt.NDArray[Any]]] = {
+_CONSTANTS: dict[str, Callable[[tuple[Matrix, ...], int, int], np.ndarray]] = {
     "basis": _basis,
     "steering": _steering,
     "planes": _planes,
@@ -466,7 +423,7 @@ def cyclic(name: str, order: int) -> Group:
 def dihedral(name: str, order: int) -> Group:
     """D_N: the rotations, followed by each rotation after a reflection."""
     turns = _rotations(name, order)
-    return Group(name, turns + tuple(_multiply(m, MIRROR) for m in turns))
+    return Group(name, turns + tuple(multiply(m, MIRROR) for m in turns))
 
 
 Z2, P4, P4M = cyclic("z2", 1), cyclic("p4", 4), dihedral("p4m", 4)

@@ -211,7 +211,7 @@ class Group:
         """The filters ``[..., k, k]`` for parameters ``[..., *parameter_shape(k)]``."""
         if not self.band_limited:
             return parameters
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():  # which does not trace the check
             self._window(k)
         rows, columns = k if isinstance(k, tuple) else (k, k)
         basis = _constant("basis", self.matrices, rows, columns)

@@ -252,19 +252,25 @@ def test_damaged_caches_are_decoded_again(tmp_path: Path, kind: str, memory: flo
             assert same(expected, load_data(root, memory=memory, cache=tmp_path / "cache"))
 
 
+def decode_until_killed(monkeypatch: pytest.MonkeyPatch, root: Path, cache: Path) -> None:
+    """Leaves a cache that is not complete, with every chunk on disk."""
+
+    def killed(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(decoding_module, "final_layout", killed)
+        with pytest.raises(KeyboardInterrupt):
+            load_data(root, memory=0, cache=cache)
+
+
 def test_chunks_that_changed_before_a_resume_are_decoded_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = gallery(tmp_path / "cells", "plain")
     monkeypatch.setattr(decoding_module, "CHUNK", 9 * 9 * 4)
 
-    def killed(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(decoding_module, "final_layout", killed)  # every chunk is on disk
-        with pytest.raises(KeyboardInterrupt):
-            load_data(root, memory=0, cache=tmp_path / "cache")
+    decode_until_killed(monkeypatch, root, tmp_path / "cache")
     (images,) = (tmp_path / "cache").rglob("images/*/images")
     flip_a_byte(images)
     decoded: list[str] = []
@@ -299,13 +305,7 @@ def test_descriptions_that_changed_before_a_resume(
     root = gallery(tmp_path / "cells", "deep")
     monkeypatch.setattr(decoding_module, "CHUNK", 9 * 9 * 2 * 4)
 
-    def killed(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(decoding_module, "final_layout", killed)  # every chunk is on disk
-        with pytest.raises(KeyboardInterrupt):
-            load_data(root, memory=0, cache=tmp_path / "cache")
+    decode_until_killed(monkeypatch, root, tmp_path / "cache")
     (journal,) = (tmp_path / "cache").rglob("chunks.jsonl")
     edit(journal, old, new)
     found = load_data(root, memory=0, cache=tmp_path / "cache")

@@ -313,7 +313,8 @@ def _check_images(model: ResNet, info: DataInfo, folder: Path) -> None:
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about inexact sizes: the first real call warns
-            model(torch.empty(0, info.in_channels, info.size, info.size))
+            weights = next(model.parameters())
+            model(weights.new_empty(0, info.in_channels, info.size, info.size))
     finally:
         for hook in hooks:
             hook.remove()

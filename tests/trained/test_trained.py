@@ -56,6 +56,18 @@ def test_every_command_opens_every_kind_of_trained_model(
     assert Comparison.open(place).models[0].name == Path(place).name
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_opens_under_any_default_dtype(place: str, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(work)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        trained = open_trained(place)
+    finally:
+        torch.set_default_dtype(default)
+    assert {weight.dtype for weight in trained.model.parameters()} == {torch.float32}
+
+
 # an export takes as long as twenty other tests: `make test-long` exports all that are shipped
 SHIPPED = (
     list_models(pretrained=True)

@@ -14,7 +14,7 @@ from helpers import ROOT
 PACKAGE = ROOT / "src" / "selfconv"
 LEAVES = [  # import nothing of ours
     "_arguments", "_compiler", "_extras", "_files", "_harmonics", "_lazy", "_matrices", "_memory",
-    "_resample", "_text", "_version",
+    "_resample", "_text", "_threads", "_version",
 ]  # fmt: skip
 SUBPACKAGES = [  # each may import from the leaves and from those before it
     "groups", "ops", "nn", "examples", "models", "testing", "data", "train", "trained", "study", "bench",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import re
+import subprocess
+import sys
 import warnings
 from typing import Any
 
@@ -311,6 +313,23 @@ def test_info_agrees_with_the_model(name: str) -> None:
     if suffix:
         assert info.layers[spatial[suffix]] == 12
     assert info.layers["Linear"] == 1 + 24 * name.endswith("_se")
+
+
+def test_flops_of_models_by_name_load_no_compiler() -> None:
+    """Loading torch's compiler takes as long as loading torch, and counting on "meta" would load it."""
+    program = (
+        "import sys, selfconv.models; print(selfconv.models.model_info('p4resnet29_asc').flops,"
+        " [name for name in ('torch._dynamo', 'sympy', 'numba') if name in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert out == "441321984 []\n"
+
+
+@pytest.mark.parametrize("group", ["p4m", "c8"])
+def test_groups_of_one_order_take_as_many_flops(group: str) -> None:
+    """Steering filters is no work of an image, whether it permutes values or computes them."""
+    model = create_model("p4mresnet29_asc", depth=11, group=group)
+    assert count_flops(model, (3, 32, 32)) == count_flops(create_model("p4mresnet29_asc", depth=11), (3, 32, 32))
 
 
 def test_flops_do_not_depend_on_the_backend_or_device() -> None:

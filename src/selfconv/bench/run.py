@@ -10,6 +10,7 @@ import torch
 from selfconv._extras import require
 from selfconv._files import check_writable
 from selfconv._memory import keep_memory
+from selfconv._threads import threads
 from selfconv.bench.inference import InferenceRow, measure_inference
 from selfconv.bench.measure import matmul_rate
 from selfconv.bench.models import ModelRow, measure_models
@@ -29,19 +30,16 @@ def run_bench(options: BenchOptions) -> Results:
         options.out.mkdir(parents=True, exist_ok=True)
     earlier = _read_earlier(options.out)
     device = torch.device(options.device)
-    before = torch.get_num_threads()
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    try:
-        with console.status("the machine's matrix product") as status:
-            results = Results(machine(device), matmul_rate(device), [], [])
-            for row in _rows(options, device):
-                results.add(row)
-                status.update(_describe(row))
-                if not console.is_terminal:  # where a spinner would not show
-                    console.print(_describe(row), highlight=False, soft_wrap=True)
-    finally:
-        torch.set_num_threads(before)
+    with (
+        threads(options.threads or torch.get_num_threads()),
+        console.status("the machine's matrix product") as status,
+    ):
+        results = Results(machine(device), matmul_rate(device), [], [])
+        for row in _rows(options, device):
+            results.add(row)
+            status.update(_describe(row))
+            if not console.is_terminal:  # where a spinner would not show
+                console.print(_describe(row), highlight=False, soft_wrap=True)
     if earlier is not None:
         results = joined(earlier, results)
     print_tables(results, console)
@@ -73,8 +71,8 @@ def _rows(options: BenchOptions, device: torch.device) -> Iterator[AnyRow]:
         names = ("resnet29", "resnet29_asc") if options.quick else options.models
         yield from measure_models(names, options.model_batch, 16 * len(names) * seconds, device)
     if "windows" in options.sections:
-        torch.set_num_threads(1)  # until the end of the run
-        yield from measure_windows(max(options.batch), 4 * seconds, device)
+        with threads(1):
+            yield from measure_windows(max(options.batch), 4 * seconds, device)
 
 
 def _describe(row: AnyRow) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from selfconv.nn import (
     AffineConv2d,
@@ -16,9 +18,8 @@ from selfconv.nn import (
     GroupConv2d,
     LiftingConv2d,
     LocalAttention2d,
-    set_backend,
 )
-from selfconv.ops import affine_self_conv_flops
+from selfconv.ops import affine_self_conv_flops, split_packed
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -37,34 +38,67 @@ def count_flops(model: nn.Module, input_shape: Sequence[int]) -> int:
     Args:
         input_shape: of an image, such as ``(3, 32, 32)``.
     """
-    from torch.utils.flop_counter import FlopCounterMode  # imports triton where there is one
-
-    model = set_backend(copy.deepcopy(model), None).eval()
-    counter = FlopCounterMode(display=False)
-    correction = 0
-
-    def beside_convolutions() -> int:
-        counts = counter.get_flop_counts().get("Global", {})
-        return sum(flops for op, flops in counts.items() if op is not torch.ops.aten.convolution)
+    model = copy.deepcopy(model).eval()
+    counter = _FlopCounter()
 
     def before(layer: nn.Module, inputs: tuple[Tensor]) -> None:
-        nonlocal correction
-        correction += beside_convolutions()
+        counter.layers_that_make_filters += 1
 
     def after(layer: nn.Module, inputs: tuple[Tensor], output: Any) -> None:
-        nonlocal correction
-        correction -= beside_convolutions()
+        counter.layers_that_make_filters -= 1
         if isinstance(layer, LocalAttention2d):
-            correction += operation_flops(layer, inputs[0].shape)
+            counter.total += operation_flops(layer, inputs[0].shape)
 
-    makes_filters = (LocalAttention2d, LiftingConv2d, GroupConv2d, DepthwiseConv2d, AffineConv2d)
     for layer in model.modules():
-        if isinstance(layer, makes_filters):
+        if isinstance(layer, MAKES_FILTERS):
             layer.register_forward_pre_hook(before)
             layer.register_forward_hook(after)
+        if isinstance(layer, LocalAttention2d):
+            layer.attend = partial(_shaped_like_attention, layer)  # type: ignore[method-assign]
     with counter:
         run_on_zeros(model, input_shape)
-    return counter.get_total_flops() + correction
+    return counter.total
+
+
+def _shaped_like_attention(layer: LocalAttention2d, packed: Tensor) -> Tensor:
+    """In place of ``attend``, whose FLOPs are counted by formula."""
+    values = split_packed(packed, layer.packed_channels)[2]
+    lifted = len(layer.domain) < len(layer.group)
+    return values.unsqueeze(2).expand(-1, -1, len(layer.group), -1, -1) if lifted else values
+
+
+MAKES_FILTERS = (LocalAttention2d, LiftingConv2d, GroupConv2d, DepthwiseConv2d, AffineConv2d)
+
+
+class _FlopCounter(TorchDispatchMode):
+    """Adds up torch's formulas; in layers that make filters, those of the convolutions alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torch.utils.flop_counter import flop_registry  # imports triton where there is one
+
+        self.formulas = flop_registry
+        self.total = 0
+        self.layers_that_make_filters = 0  # around the current call
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch.compile is not in use here, and loading it takes as long as loading torch
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        formula = self.formulas.get(func.overloadpacket)
+        if formula is None:
+            with self:  # torch has formulas of what the operation consists of
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        out = func(*args, **kwargs)
+        if formula and (not self.layers_that_make_filters or func.overloadpacket is torch.ops.aten.convolution):
+            self.total += formula(*args, **kwargs, out_val=out)
+        return out
 
 
 @torch.no_grad()

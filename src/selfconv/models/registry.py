@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from selfconv._arguments import is_whole
+from selfconv._threads import threads
 from selfconv.models._config import ResNetConfig
 from selfconv.models._sharing import CONFIG_NAME, SAFETENSORS_SINGLE_FILE, read_config
 from selfconv.models.flops import count_flops, count_parameters
@@ -145,8 +146,8 @@ def _flops(config: ResNetConfig, input_shape: tuple[int, int, int]) -> int:
 
 @cache
 def _counted(config: ResNetConfig, input_shape: tuple[int, int, int]) -> int:
-    with torch.random.fork_rng(devices=[]):
-        return count_flops(ResNet(config).to("meta"), input_shape)
+    with threads(1), torch.random.fork_rng(devices=[]):  # two threads of a busy machine wait for each other
+        return count_flops(ResNet(config), input_shape)
 
 
 def models_table(pattern: str = "*", *, input_size: int = 32, **overrides: Any) -> Table:

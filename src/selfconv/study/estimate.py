@@ -5,8 +5,7 @@ from __future__ import annotations
 import heapq
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ import torch
 
 from selfconv._memory import keep_memory
 from selfconv._text import count, format_duration
+from selfconv._threads import threads as torch_threads
 from selfconv.study.plans import Plan, Trial
 from selfconv.train import RunConfig, Trainer, make_accelerator
 from selfconv.trained import images_evaluated
@@ -56,16 +56,6 @@ def _median_seconds(call: object) -> float:
     return median(times)
 
 
-@contextmanager
-def _threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def side_by_side(seconds: Sequence[float], jobs: int) -> float:
     """How long runs take in all if ``jobs`` run at a time, the next beginning when one ends."""
     ends = [0.0] * jobs
@@ -86,7 +76,7 @@ def plan_table(plan: Plan, pending: Sequence[Trial], data: Dataset, jobs: int, t
     for (title, label), trials in plan.lines.items():
         config = trials[0].config
         left = sum(trial in pending for trial in trials)
-        with _threads(threads):
+        with torch_threads(threads):
             seconds = known[title, label] = run_seconds(config, data)
         table.add_row(
             f"{title}, {label}" if several else label,

@@ -96,7 +96,8 @@ class _FlopCounter(TorchDispatchMode):
             if out is not NotImplemented:
                 return out
         out = func(*args, **kwargs)
-        if formula and (not self.layers_that_make_filters or func.overloadpacket is torch.ops.aten.convolution):
+        counted = not self.layers_that_make_filters or func.overloadpacket is torch.ops.aten.convolution
+        if formula and counted:
             self.total += formula(*args, **kwargs, out_val=out)
         return out
 

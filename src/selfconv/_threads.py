@@ -1,4 +1,4 @@
-"""torch's number of threads, for a while."""
+"""A context in which torch computes with another number of threads."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 
 @contextmanager
-def threads(number: int) -> Iterator[None]:
-    """torch computes with ``number`` threads."""
+def torch_threads(number: int) -> Iterator[None]:
+    """torch computes with ``number`` threads; afterwards with as many as before."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from rich.console import Console
 from torch import nn
 
 import selfconv
+from selfconv import models
+from selfconv._threads import torch_threads
 from selfconv.groups import P4, get_group
 from selfconv.models import (
     MODELS,
@@ -338,6 +341,63 @@ def test_flops_do_not_depend_on_the_backend_or_device() -> None:
     counts = {count_flops(selfconv.nn.set_backend(model, backend), (3, 8, 8)) for backend in (None, "eager")}
     assert counts == {count_flops(model.to("meta"), (3, 8, 8))}
     assert model.get_submodule("stages.0.0.spatial.conv").backend == "eager"  # the model itself is left alone
+
+
+@pytest.mark.parametrize("size", [24, 72])  # counted on the CPU, and on "meta"
+def test_flops_by_name_at_any_size(size: int) -> None:
+    model = create_model("p4resnet29_asc", depth=11)
+    flops = model_info("p4resnet29_asc", depth=11, input_size=size).flops
+    assert flops == count_flops(model, (3, size, size)) == count_flops(model.to("meta"), (3, size, size))
+
+
+def test_flops_of_attention_that_another_module_calls() -> None:
+    """A layer's parts may be called one by one, as ``forward`` calls them."""
+
+    class InParts(nn.Module):
+        def __init__(self, layer: selfconv.nn.AffineSelfConv2d) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer.output_map(self.layer.attend(self.layer.project(x)))
+
+    layer = selfconv.nn.AffineSelfConv2d(4, 8, 3, num_heads=2)
+    assert count_flops(InParts(layer), (4, 8, 8)) == count_flops(layer, (4, 8, 8))
+
+
+def test_flops_of_torchs_control_flow() -> None:
+    class Choice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cond(x.sum() > 0, self.first, self.second, (x,))
+
+    with pytest.raises(NotImplementedError, match="expected a network without torch's control flow"):
+        count_flops(Choice(), (5,))
+
+
+def test_asking_for_information_leaves_the_number_of_threads() -> None:
+    numbers = []
+    models.registry._counted.cache_clear()
+    with torch_threads(3), ThreadPoolExecutor(3) as pool:
+        for _ in pool.map(
+            lambda name: model_info(name, depth=11), ["resnet29", "resnet29_asc", "resnet29_se"]
+        ):
+            numbers.append(torch.get_num_threads())
+        numbers.append(torch.get_num_threads())
+    assert numbers == [3] * 4
+
+
+def test_another_number_of_threads_is_for_a_while() -> None:
+    before = torch.get_num_threads()
+    with torch_threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+    assert torch.get_num_threads() == before
+    with pytest.raises(KeyError), torch_threads(before + 2):
+        raise KeyError
+    assert torch.get_num_threads() == before
 
 
 def test_asking_for_information_draws_no_random_numbers() -> None:

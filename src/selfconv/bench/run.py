@@ -10,7 +10,7 @@ import torch
 from selfconv._extras import require
 from selfconv._files import check_writable
 from selfconv._memory import keep_memory
-from selfconv._threads import threads
+from selfconv._threads import torch_threads
 from selfconv.bench.inference import InferenceRow, measure_inference
 from selfconv.bench.measure import matmul_rate
 from selfconv.bench.models import ModelRow, measure_models
@@ -31,7 +31,7 @@ def run_bench(options: BenchOptions) -> Results:
     earlier = _read_earlier(options.out)
     device = torch.device(options.device)
     with (
-        threads(options.threads or torch.get_num_threads()),
+        torch_threads(options.threads or torch.get_num_threads()),
         console.status("the machine's matrix product") as status,
     ):
         results = Results(machine(device), matmul_rate(device), [], [])
@@ -71,7 +71,7 @@ def _rows(options: BenchOptions, device: torch.device) -> Iterator[AnyRow]:
         names = ("resnet29", "resnet29_asc") if options.quick else options.models
         yield from measure_models(names, options.model_batch, 16 * len(names) * seconds, device)
     if "windows" in options.sections:
-        with threads(1):
+        with torch_threads(1):
             yield from measure_windows(max(options.batch), 4 * seconds, device)
 
 

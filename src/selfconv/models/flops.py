@@ -49,33 +49,45 @@ def count_flops(model: nn.Module, input_shape: Sequence[int]) -> int:
         if isinstance(layer, LocalAttention2d):
             counter.total += operation_flops(layer, inputs[0].shape)
 
+    def attend(layer: LocalAttention2d, packed: Tensor) -> Tensor:
+        """Values of the right shape in place of the operation, whose FLOPs are counted by formula."""
+        if not counter.layers_that_make_filters:  # called by another module: ``after`` is not
+            counter.total += operation_flops(layer, packed.shape)
+        values = split_packed(packed, layer.packed_channels)[2]
+        lifted = len(layer.domain) < len(layer.group)
+        return values.unsqueeze(2).expand(-1, -1, len(layer.group), -1, -1) if lifted else values
+
     for layer in model.modules():
         if isinstance(layer, MAKES_FILTERS):
             layer.register_forward_pre_hook(before)
             layer.register_forward_hook(after)
         if isinstance(layer, LocalAttention2d):
-            layer.attend = partial(_shaped_like_attention, layer)  # type: ignore[method-assign]
-    with counter:
-        run_on_zeros(model, input_shape)
+            layer.attend = partial(attend, layer)  # type: ignore[method-assign]
+    try:
+        with counter:
+            run_on_zeros(model, input_shape)
+    except NotImplementedError as error:
+        if "HigherOrderOperator" not in str(error):
+            raise
+        raise NotImplementedError(
+            "count_flops: expected a network without torch's control flow, such as torch.cond, because FLOPs "
+            "depend on the branch"
+        ) from error
     return counter.total
-
-
-def _shaped_like_attention(layer: LocalAttention2d, packed: Tensor) -> Tensor:
-    """In place of ``attend``, whose FLOPs are counted by formula."""
-    values = split_packed(packed, layer.packed_channels)[2]
-    lifted = len(layer.domain) < len(layer.group)
-    return values.unsqueeze(2).expand(-1, -1, len(layer.group), -1, -1) if lifted else values
 
 
 MAKES_FILTERS = (LocalAttention2d, LiftingConv2d, GroupConv2d, DepthwiseConv2d, AffineConv2d)
 
 
 class _FlopCounter(TorchDispatchMode):
-    """Adds up torch's formulas; in layers that make filters, those of the convolutions alone."""
+    """Adds up torch's formulas; in layers that make filters, those of the convolutions alone.
+
+    torch's own ``FlopCounterMode`` loads torch's compiler, which takes as long as loading torch.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        from torch.utils.flop_counter import flop_registry  # imports triton where there is one
+        from torch.utils.flop_counter import flop_registry  # imports triton if it is installed
 
         self.formulas = flop_registry
         self.total = 0
@@ -83,7 +95,7 @@ class _FlopCounter(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch.compile is not in use here, and loading it takes as long as loading torch
+        return False  # what skips the compiler would load it
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

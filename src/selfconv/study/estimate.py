@@ -13,7 +13,7 @@ import torch
 
 from selfconv._memory import keep_memory
 from selfconv._text import count, format_duration
-from selfconv._threads import threads as torch_threads
+from selfconv._threads import torch_threads
 from selfconv.study.plans import Plan, Trial
 from selfconv.train import RunConfig, Trainer, make_accelerator
 from selfconv.trained import images_evaluated

@@ -249,10 +249,9 @@ NO_PRODUCT = "the product of two of its elements is not among them"
         ("c8", rounded(GROUPS["c8"], 7), NO_ROTATION, "e-0[78]"),
         ("c8", in_float32(8).tolist(), NO_ROTATION, "e-08"),
         ("c12", in_float32(12).tolist(), NO_ROTATION, "e-08"),
-        ("far", (IDENTITY, ((C, -S), (S, C))), NO_PRODUCT, "e-01"),
         ("drifting", tuple(rotation(angle) for angle in (0, 2.0943952, 4.1887903)), NO_PRODUCT, "e-0[78]"),
     ],
-    ids=["decimals", "c8 in float32", "c12 in float32", "no group", "angles"],
+    ids=["decimals", "c8 in float32", "c12 in float32", "angles"],
 )  # fmt: skip
 def test_matrices_that_are_not_precise_are_refused(
     name: str, matrices: Any, fault: str, deviation: str
@@ -261,6 +260,15 @@ def test_matrices_that_are_not_precise_are_refused(
     expected = "expected a precision of 1e-12, which matrices computed in float64 have; got a deviation of"
     with pytest.raises(ValueError, match=rf"^group '{name}': .*{fault}: {expected} \d\.\d{deviation}$"):
         Group(name, tuple(matrices))
+
+
+@pytest.mark.parametrize(
+    ("matrices", "fault"),
+    [((IDENTITY, ((C, -S), (S, C))), NO_PRODUCT), ((IDENTITY, ((1, 0), (0, 2))), NO_ROTATION)],
+)
+def test_of_what_is_no_group_no_precision_is_said(matrices: Any, fault: str) -> None:
+    with pytest.raises(ValueError, match=rf"^group 'far': .*{fault}$"):
+        Group("far", matrices)
 
 
 def test_bad_arguments_are_named() -> None:

@@ -19,10 +19,8 @@ import math
 from functools import cache
 
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[np.float64]
-Matrix = tuple[tuple[float, float], tuple[float, float]]
+from selfconv._matrices import Array, Matrix
 
 SPACING, SIGMA = 0.9, 0.5  # pixels
 ROUNDING = 1e-9

@@ -28,8 +28,9 @@ def power(a: Matrix, n: int) -> Matrix:
 
 
 def as_matrix(rows: Any) -> Matrix:
-    """Floats; or integers, where rounding has moved them, as cos(π/2): an element is exact or it is not."""
-    matrix = tuple(tuple(float(0.0 + entry) for entry in row) for row in rows)  # a string is no number
+    """The matrix as floats; as integers if every entry is within NEAR of one, as cos(π/2) is of 0."""
+    # 0.0 + entry raises TypeError for a string, which float() would read
+    matrix = tuple(tuple(float(0.0 + entry) for entry in row) for row in rows)
     if [*map(len, matrix)] != [2, 2]:
         raise ValueError("not 2×2")
     whole = tuple(tuple(map(round, row)) for row in matrix)

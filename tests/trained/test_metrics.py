@@ -19,7 +19,7 @@ from sklearn import metrics as sklearn
 from selfconv.data import Split, load_data
 from selfconv.train import Trainer, make_accelerator, open_data, train
 from selfconv.trained import evaluate, open_trained
-from selfconv.trained.metrics import measure_quality, roc_auc, wilson_interval
+from selfconv.trained.metrics import balanced_interval, measure_quality, roc_auc, wilson_interval
 from selfconv.trained.prediction_table import PredictionTable
 
 
@@ -54,6 +54,7 @@ def test_metrics_agree_with_scikit_learn(seed: int, images: int, classes: int, d
         balanced = sklearn.balanced_accuracy_score(labels, answer)
         assert found.balanced_accuracy == pytest.approx(balanced)
     low, high = found.balanced_accuracy_interval
+    assert 0 <= low <= found.balanced_accuracy <= high <= 1
     assert low < high
     assert sum(b.images for b in found.calibration) == images
 
@@ -71,6 +72,24 @@ def test_intervals() -> None:
     right = np.random.default_rng(0).binomial(100, 0.7, 2000)
     covered = np.mean([low <= 0.7 <= high for low, high in (wilson_interval(int(k), 100) for k in right)])
     assert 0.93 < covered < 0.97
+
+
+@pytest.mark.parametrize("images", [10, 40])
+def test_intervals_of_a_balanced_accuracy(images: int) -> None:
+    """They cover the mean recall of five classes, about as often as they say."""
+    random, recalls = np.random.default_rng(0), np.array([0.5, 0.7, 0.9, 0.95, 0.99])
+    labels = np.repeat(np.arange(5), images)
+    found = [balanced_interval(labels, random.random(5 * images) < recalls[labels]) for _ in range(1000)]
+    covered = np.mean([low <= recalls.mean() <= high for low, high in found])
+    assert 0.92 < covered < 0.99
+
+
+def test_ends_of_intervals() -> None:
+    labels = np.array([0, 0, 1])
+    assert balanced_interval(labels, labels < 2)[1] == 1
+    assert balanced_interval(labels, labels > 2)[0] == 0
+    one = np.zeros(8, np.int64)
+    assert balanced_interval(one, np.arange(8) < 6) == pytest.approx(wilson_interval(6, 8))
 
 
 def test_calibration() -> None:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SIGNED, POSITIVE = "PuOr", "viridis"  # told apart by colour-blind people, too
-FRAME, OUTSIDE = "#0090ff", "#c8c8c8"  # what is chosen is framed in no colour of the maps
+GREY = 200  # of 255, outside of the image
+FRAME, OUTSIDE = "#0090ff", "#" + 3 * f"{GREY:02x}"  # what is chosen is framed in no colour of the maps
 SMALL, MEDIUM, LARGE = 8, 9, 11
 SAME = 0.02  # of the largest value: what differs by less looks the same
 
@@ -78,9 +79,10 @@ def draw_values(
 
 
 def draw_window(axes: Axes, values: Tensor, colours: str, limit: float, title: str = "") -> Any:
-    """What a window around a pixel holds, [k, k], with its centre marked."""
+    """What a window around a pixel holds, [rows, columns], with its centre marked."""
     shown = draw_values(axes, values, colours, limit, title)
-    mark_centre(axes, len(values))
+    rows, columns = values.shape
+    mark_centre(axes, rows, columns)
     return shown
 
 
@@ -102,10 +104,10 @@ def mark_window(axes: Axes, window: tuple[int, int, int, int]) -> None:
     axes.add_patch(frame)  # the part of it outside of the image is not drawn
 
 
-def mark_centre(axes: Axes, k: int) -> None:
+def mark_centre(axes: Axes, rows: int, columns: int) -> None:
     from matplotlib.patches import Rectangle
 
-    corner = (k // 2 - 0.5, k // 2 - 0.5)
+    corner = (columns // 2 - 0.5, rows // 2 - 0.5)
     frame = Rectangle(corner, 1, 1, fill=False, edgecolor=FRAME, linewidth=1.4)
     frame.set_path_effects(_halo(2.6))
     axes.add_patch(frame)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from selfconv.visualize._draw import (
     FRAME,
+    GREY,
     MEDIUM,
     POSITIVE,
     SAME,
@@ -28,7 +29,6 @@ from selfconv.visualize._inspection import PixelView, crop, strengths
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-GREY = 0.78  # outside of the image
 NUMBERS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 
 
@@ -78,7 +78,7 @@ def template_figure(image: Tensor, views: Sequence[PixelView], channel: int | No
             va="center",
             bbox={"boxstyle": "circle,pad=0.15", "facecolor": FRAME, "edgecolor": "white"},
         )
-        draw_image(grid[0, n], crop(image, one.window, GREY), f"pixel {n + 1}")
+        draw_image(grid[0, n], crop(image, one.window, GREY / 255), f"pixel {n + 1}")
         shown_alpha = draw_window(grid[1, n], one.alpha[0], POSITIVE, alpha)
         shown = draw_window(grid[2, n], effective, SIGNED, limit)
     for place, name in zip(

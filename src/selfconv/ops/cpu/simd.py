@@ -231,7 +231,7 @@ def _strided(builder: ir.IRBuilder, t: Vector, p: ir.Value, stride: ir.Value) ->
 
 
 def _transposing(t: Vector, source: Places, target: Places) -> Callable[..., ir.Value]:
-    """Code that moves a square, given two arguments for the places of its rows before, and two for after."""
+    """Code that transposes a square: ``source`` and ``target`` return the addresses of its rows."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         _transpose(builder, t, source(builder, t, *args[:2]), target(builder, t, *args[2:]))

@@ -288,21 +288,21 @@ def test_chunks_that_changed_before_a_resume_are_decoded_again(
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
+    ("kind", "old", "new"),
     [
-        ('"highest": 2', '"highest": 6'),
-        ('"highest": ', '"highest": "x", "y": '),
-        ('"number": 3', '"number": -1'),
-        ('"number": 3', '"number": "x"'),
-        ('"number": 3', '"number": 2'),
-        ('"grey": true', '"grey": false'),
-        ('"values": 0', '"values": 7'),
+        ("deep", '"highest": 2', '"highest": 6'),
+        ("deep", '"highest": ', '"highest": "x", "y": '),
+        ("deep", '"number": 3', '"number": -1'),
+        ("deep", '"number": 3', '"number": "x"'),
+        ("deep", '"number": 3', '"number": 2'),
+        ("grey", '"grey": true', '"grey": false'),
+        ("deep", '"values": 0', '"values": 7'),
     ],
 )
 def test_descriptions_that_changed_before_a_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, old: str, new: str
 ) -> None:
-    root = gallery(tmp_path / "cells", "deep")
+    root = gallery(tmp_path / "cells", kind)
     monkeypatch.setattr(decoding_module, "CHUNK", 9 * 9 * 2 * 4)
 
     decode_until_killed(monkeypatch, root, tmp_path / "cache")

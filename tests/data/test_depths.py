@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import struct
 import tracemalloc
 import warnings
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -185,8 +187,20 @@ class TestFiles:
             (b"P5\n5 6\n4095\n" + bytes(59), "damaged or truncated"),
             (b"P2\n2 1\n100\n1", "damaged or truncated"),
             (b"P2\n2 1\n100\n1 x", "damaged or truncated"),
-            (b"P2\n2 1\n100\n1 101", "expected values up to 100, which the header calls white; got 101"),
-            (b"P5\n2 1\n100\n\x01\xff", "expected values up to 100, which the header calls white; got 255"),
+            (
+                b"P2\n2 1\n100\n1 101",
+                "expected integers from 0 to 100, which the header calls white; got 101",
+            ),
+            (b"P2\n2 1\n100\n1 -1", "expected integers from 0 to 100, which the header calls white; got -1"),
+            (b"P2\n2 1\n9\n1 2.5", "expected integers from 0 to 9, which the header calls white; got 2.5"),
+            (
+                b"P2\n2 1\n100\n1 4294967297",
+                "expected integers from 0 to 100, which the header calls white; got 4294967297",
+            ),
+            (
+                b"P5\n2 1\n100\n\x01\xff",
+                "expected integers from 0 to 100, which the header calls white; got 255",
+            ),
         ],
     )
     def test_damaged_pgm(self, tmp_path: Path, content: bytes, why: str) -> None:
@@ -203,6 +217,29 @@ class TestFiles:
         tracemalloc.stop()
         assert values[0, :, 0].tolist() == [7, 9]
         assert most < 2e7  # numbers that are not of the image are no objects
+
+    @pytest.mark.parametrize("bits", [1, 2, 4, 8])
+    @pytest.mark.parametrize("transparent", [0, 1])
+    def test_a_grey_png_with_a_transparent_value(self, tmp_path: Path, bits: int, transparent: int) -> None:
+        """Transparent pixels are white, the others scaled to bytes."""
+
+        def chunk(name: bytes, content: bytes) -> bytes:
+            checksum = zlib.crc32(name + content)
+            return struct.pack(">I", len(content)) + name + content + struct.pack(">I", checksum)
+
+        row = [0, 1, 2**bits - 1, 2**bits - 2]
+        packed = int("".join(f"{value:0{bits}b}" for value in row).ljust(8, "0"), 2)
+        line = b"\0" + packed.to_bytes(max(1, bits * len(row) // 8), "big")
+        (tmp_path / "x.png").write_bytes(
+            b"\x89PNG\r\n\x1a\n"
+            + chunk(b"IHDR", struct.pack(">IIBBBBB", len(row), 1, bits, 0, 0, 0, 0))
+            + chunk(b"tRNS", struct.pack(">H", transparent))
+            + chunk(b"IDAT", zlib.compress(line))
+            + chunk(b"IEND", b"")
+        )
+        found = read_values(Item("x", tmp_path / "x.png"))[0, :, 0]
+        scale = 255 // (2**bits - 1)
+        assert found.tolist() == [255 if value == transparent else value * scale for value in row]
 
     def test_a_mask_of_the_size_of_the_image_is_ignored(self, tmp_path: Path) -> None:
         array = noise(8, 8, dtype=np.uint8, high=256)

@@ -219,7 +219,7 @@ class TestFolder:
             gallery(gallery(root("more"), "train"), "extra"),
         )
         fails(
-            "expected train/, val/ and test/; got validation/ as well",
+            "expected one folder of images for val; got val/, validation/",
             gallery(gallery(gallery(root("twice"), "train"), "val"), "validation"),
         )
         strange = gallery(gallery(root("strange"), "train"), "test", classes=("cat", "yak"))
@@ -234,6 +234,27 @@ class TestFolder:
         (empty / "train").mkdir()
         fails("expected at least two classes; got none", empty)
         fails("too few images to set some aside for a test; got 2", gallery(root("tiny"), count=1))
+
+    @pytest.mark.parametrize("where", ["", "train"])
+    def test_a_class_folder_that_is_a_dead_link(self, tmp_path: Path, where: str) -> None:
+        root = gallery(tmp_path / "fields", where)
+        (root / where / "eel").symlink_to(tmp_path / "gone")
+        with pytest.raises(DataError, match=r"eel: expected a link to a folder; .*gone does not exist$"):
+            load_data(root)
+
+    def test_links_to_folders_of_a_class(self, tmp_path: Path) -> None:
+        """They are read as folders are, unless they lead back to one above them."""
+        more = gallery(tmp_path / "more")
+        root = gallery(tmp_path / "fields")
+        before = len(load_data(root).everything)
+        (root / "cat" / "second").symlink_to(more / "cat")
+        with pytest.warns(UserWarning, match="in subfolders of a class folder"):
+            assert len(load_data(root).everything) == before + len([*(more / "cat").iterdir()])
+        (root / "cat" / "loop").symlink_to(root)
+        with pytest.raises(
+            DataError, match="loop/cat: expected a link to another folder; got one to a folder that"
+        ):
+            load_data(root)
 
     def test_known_names_take_precedence_over_folders(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

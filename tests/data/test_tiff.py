@@ -20,9 +20,17 @@ def noise(*shape: int, bits: int = 8) -> np.ndarray:
     return RANDOM.integers(0, 2**bits, shape).astype(np.uint8 if bits <= 8 else np.uint16)
 
 
-def write(path: Path, array: np.ndarray, *, thumbnail: str | None = None, **options: Any) -> None:
+def write(
+    path: Path,
+    array: np.ndarray,
+    *,
+    thumbnail: str | None = None,
+    order: str = "<",
+    big: bool = False,
+    **options: Any,
+) -> None:
     small = np.zeros((4, 4), np.uint8)
-    with tifffile.TiffWriter(path) as file:
+    with tifffile.TiffWriter(path, byteorder=order, bigtiff=big) as file:
         if thumbnail == "before":
             file.write(small, photometric="minisblack", subfiletype=1, metadata=None)
         file.write(array, metadata=None, **options)
@@ -83,6 +91,12 @@ class TestAlpha:
         assert found.shape == (7, 9, 4)
         assert (found[0] == most).all()
         assert np.array_equal(found[1], array[1][:, [0, 1, 2, 4]])
+
+    @pytest.mark.parametrize("bits", [8, 16])
+    def test_a_sample_of_no_stated_meaning_is_not_inverted(self, tmp_path: Path, bits: int) -> None:
+        array, most = noise(7, 9, 2, bits=bits), 2**bits - 1
+        found = each_way(tmp_path / "x.tif", array, photometric="miniswhite", extrasamples=["unspecified"])
+        assert np.array_equal(found, np.stack([most - array[..., 0], array[..., 1]], -1))
 
 
 class TestWhite:
@@ -190,6 +204,7 @@ class TestColours:
             ("cielab", 16, None, "CIELAB of 3 × uint16, compression NONE"),
             ("icclab", 8, None, "ICCLAB of 3 × uint8, compression NONE"),
             ("logluv", 16, None, "LOGLUV of 3 × uint16, compression NONE"),
+            ("linear_raw", 16, None, "LINEAR_RAW of 3 × uint16, compression NONE"),
         ],
     )
     def test_what_is_not_converted_is_refused(
@@ -205,6 +220,85 @@ class TestColours:
             planarconfig="contig",
             **options,
         )
+
+    @pytest.mark.parametrize(
+        ("number", "name"),
+        [
+            (4, "MASK"),
+            (5, "SEPARATED"),
+            (32803, "CFA"),
+            (51177, "DEPTH_MAP"),
+            (12345, "12345"),
+        ],
+    )
+    @pytest.mark.parametrize("bits", [8, 16])
+    def test_samples_of_another_meaning_than_grey(
+        self, tmp_path: Path, number: int, name: str, bits: int
+    ) -> None:
+        path = tmp_path / "x.tif"
+        write(path, noise(8, 8, bits=bits), photometric="minisblack")
+        with tifffile.TiffFile(path, mode="r+b") as file:
+            file.pages.first.tags["PhotometricInterpretation"].overwrite(number)
+        why = f"got {name} of 1 × uint{bits}, compression NONE$"
+        with pytest.raises(DataError, match=f"x.tif: expected a photometric interpretation .*; {why}"):
+            read_image(path, 8, 3)
+
+    @pytest.mark.parametrize("bits", [8, 16])
+    def test_a_palette_without_colours(self, tmp_path: Path, bits: int) -> None:
+        path = tmp_path / "x.tif"
+        write(path, noise(8, 8, bits=bits), photometric="minisblack")
+        with tifffile.TiffFile(path, mode="r+b") as file:
+            file.pages.first.tags["PhotometricInterpretation"].overwrite(3)
+        with pytest.raises(DataError, match=r"x.tif: (not an image|.*; got PALETTE of 1 × uint16)"):
+            read_image(path, 8, 3)
+
+    def test_deep_inks(self, tmp_path: Path) -> None:
+        why = r"expected a photometric interpretation .*; got SEPARATED of 4 × uint16, compression NONE"
+        refused(tmp_path / "x.tif", noise(8, 8, 4, bits=16), why, photometric="separated")
+
+    @pytest.mark.parametrize("bits", [8, 16])
+    @pytest.mark.parametrize("big", [False, True])
+    @pytest.mark.parametrize("order", ["<", ">"])
+    def test_any_order_of_bytes(self, tmp_path: Path, bits: int, big: bool, order: str) -> None:
+        array = noise(6, 8, 3, bits=bits)
+        found = each_way(tmp_path / "x.tif", array, photometric="rgb", order=order, big=big)
+        assert np.array_equal(found, array)
+
+    @pytest.mark.parametrize("compression", [None, "zlib"])
+    @pytest.mark.parametrize("in_memory", [False, True])
+    def test_pages_written_one_by_one_are_channels(
+        self, tmp_path: Path, compression: Any, in_memory: bool
+    ) -> None:
+        array, path = noise(3, 6, 8, bits=12), tmp_path / "x.tif"
+        with tifffile.TiffWriter(path) as file:
+            for page in array:
+                file.write(page, compression=compression)
+        found = read_values(Item("x", path.read_bytes if in_memory else path))
+        assert np.array_equal(found, array.transpose(1, 2, 0))
+
+    def test_pages_of_several_sizes_are_refused(self, tmp_path: Path) -> None:
+        with tifffile.TiffWriter(tmp_path / "x.tif") as file:
+            for side in (8, 9):
+                file.write(noise(side, 8), photometric="minisblack")
+        with pytest.raises(DataError, match=r"expected one image, .*; got 2 \(8×8 uint8, 9×8 uint8\)"):
+            read_image(tmp_path / "x.tif", 8, 3)
+
+    def test_values_of_more_bits_than_declared(self, tmp_path: Path) -> None:
+        """As tifffile reads big-endian integers of 24 bits, from the wrong bytes."""
+        path = tmp_path / "x.tif"
+        write(path, noise(6, 24), order=">", photometric="minisblack")
+        with tifffile.TiffFile(path, mode="r+b") as file:
+            for tag, number in (("ImageWidth", 8), ("BitsPerSample", 24)):
+                file.pages.first.tags[tag].overwrite(number)
+        with pytest.raises(DataError, match=r"x.tif: expected values of 24 bits; got \d+$"):
+            read_image(path, 8, 1, pixels=PixelRange("uint32", 0, 2**24))
+
+    def test_a_mask_of_the_images_own_size(self, tmp_path: Path) -> None:
+        array = noise(6, 8, bits=1).astype(bool)
+        with tifffile.TiffWriter(tmp_path / "x.tif") as file:
+            file.write(array, photometric="minisblack", metadata=None)
+            file.write(~array, photometric="minisblack", metadata=None, subfiletype=4)
+        assert np.array_equal(values(tmp_path / "x.tif")[..., 0], array * 255)
 
 
 class TestCompressions:
@@ -222,6 +316,15 @@ class TestCompressions:
             compression=compression,
         )
         assert np.array_equal(found[..., :channels], array)
+
+    def test_a_thumbnail_that_pillow_does_not_read(self, tmp_path: Path) -> None:
+        """Pillow reads the first page of a file when it opens the file."""
+        array = noise(16, 24)
+        with tifffile.TiffWriter(tmp_path / "x.tif") as file:
+            options: dict[str, Any] = {"photometric": "minisblack", "metadata": None}
+            file.write(array[:8, :8], subfiletype=1, compression="jpeg2000", **options)
+            file.write(array, compression="lzw", **options)
+        assert np.array_equal(values(tmp_path / "x.tif")[..., 0], array)
 
     def test_webp(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         array = noise(16, 24, 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import unicodedata
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -395,7 +396,10 @@ def _check_classes(
             label.encode()
         except UnicodeEncodeError:
             raise DataError(f"{name}: expected class names that are text in UTF-8; got {label!r}") from None
-    if class_names is not None and (twice := [label for label, n in Counter(class_names).items() if n > 1]):
+    names = Counter(
+        unicodedata.normalize("NFC", label) for label in class_names or ()
+    )  # é in either spelling
+    if twice := [label for label, n in names.items() if n > 1]:
         raise DataError(f"{name}: expected a name of its own for each class; got {twice[0]!r} more than once")
     if count < 2:
         raise DataError(f"{name}: expected at least two classes; got {count}")

@@ -59,15 +59,14 @@ def check_size(width: int, height: int, max_pixels: int, bytes_per_pixel: int = 
 
 def from_tiff(source: Path | io.BytesIO, max_pixels: int) -> NDArray[Any] | int:
     """Values [H, W, C], or the number of the page that Pillow reads as it is."""
-    import tifffile
-
-    with tifffile.TiffFile(source) as file:
+    with _open_tiff(source) as file:
         series = _only_image(file)
         page = series.keyframe
         lengths = dict(zip(series.axes, series.shape, strict=True))
         check_size(lengths.get("X", 0), lengths.get("Y", 0), max_pixels)
         one = math.prod(series.shape) == math.prod(page.shape)
-        if one and isinstance(page.index, int) and all(map(_pillow_reads, (page, file.pages.first))):
+        by_pillow = one and isinstance(page.index, int) and not (file.is_bigtiff and file.byteorder == ">")
+        if by_pillow and all(map(_pillow_reads, (page, file.pages.first))):
             return page.index
         _check_colours(page, one, series.shape)
         channels = {axis: n for axis, n in lengths.items() if axis not in "YX" and n > 1}
@@ -89,6 +88,19 @@ def from_tiff(source: Path | io.BytesIO, max_pixels: int) -> NDArray[Any] | int:
         values = _shown(values.reshape(*values.shape[:2], -1), page)
         orientation = page.tags.valueof(ORIENTATION, 1)
     return to_numbers(_UPRIGHT.get(orientation, lambda x: x)(values))
+
+
+def _open_tiff(source: Path | io.BytesIO) -> Any:
+    """Opens a TIFF file; pages that were written one by one, each an image to tifffile, are one series."""
+    import tifffile
+
+    file = tifffile.TiffFile(source)
+    if not file.is_shaped or len(file.series) < 2 or any(one.axes != "YX" for one in file.series):
+        return file
+    file.close()
+    if isinstance(source, io.BytesIO):
+        source.seek(0)
+    return tifffile.TiffFile(source, is_shaped=False)
 
 
 def _pillow_reads(page: Any) -> bool:
@@ -118,14 +130,16 @@ def _check_colours(page: Any, one: bool, shape: tuple[int, ...]) -> None:
         raise UnreadableError(f"expected one {name} image, on one page; got one of shape {list(shape)}")
     colours = page.samplesperpixel - len(page.extrasamples)
     jpeg = page.compression in _JPEG and page.planarconfig == 1 and colours == page.samplesperpixel
-    if (
-        (kind == PHOTOMETRIC.YCBCR and not jpeg)  # whose decoder converts
-        or (kind == PHOTOMETRIC.CIELAB and (deep or colours != 3))
-        or (kind == PHOTOMETRIC.SEPARATED and not deep and colours != 4)
-        or (kind == PHOTOMETRIC.PALETTE and not deep and page.colormap is None)
-        or kind in (PHOTOMETRIC.ICCLAB, PHOTOMETRIC.ITULAB, PHOTOMETRIC.LOGL, PHOTOMETRIC.LOGLUV)
-        or (kind == PHOTOMETRIC.MINISWHITE and page.dtype.kind not in "uib")
-    ):
+    known = {
+        PHOTOMETRIC.MINISBLACK: True,
+        PHOTOMETRIC.RGB: True,
+        PHOTOMETRIC.MINISWHITE: page.dtype.kind in "uib",
+        PHOTOMETRIC.YCBCR: jpeg,  # whose decoder converts
+        PHOTOMETRIC.PALETTE: not deep and page.colormap is not None,
+        PHOTOMETRIC.SEPARATED: not deep and colours == 4,
+        PHOTOMETRIC.CIELAB: not deep and colours == 3,
+    }
+    if not known.get(kind, False):
         raise UnreadableError(
             "expected a photometric interpretation that can be converted; got "
             f"{_name(kind)} of {colours} × {page.dtype}, compression {_name(page.compression)}"
@@ -141,21 +155,25 @@ def _shown(values: NDArray[Any], page: Any) -> NDArray[Any]:
         most = type_range(values.dtype)[1]
     if values.dtype.kind == "u" and isinstance(bits, int) and 2**bits - 1 < most:
         most = 2**bits - 1
+        if values.max() > most:  # as tifffile reads big-endian integers of 24 bits
+            raise UnreadableError(f"expected values of {bits} bits; got {values.max()}")
         if values.dtype == np.uint8 and kind != PHOTOMETRIC.PALETTE:  # as Pillow does
             values, most = np.rint(values * (255 / most)).astype(np.uint8), 255
-    extra = page.extrasamples if values.shape[2] == page.samplesperpixel else ()
+    extra = page.extrasamples
     place = next((i for i, meaning in enumerate(extra, -len(extra)) if meaning in _ALPHA), None)
     alpha, premultiplied = None, False
     if place is not None:
         alpha, premultiplied = values[..., [place]], extra[place] == _PREMULTIPLIED
         values = np.delete(values, place, -1)
     if kind == PHOTOMETRIC.MINISWHITE:
+        grey = values[..., :1] if extra else values  # extra samples are no colours
         if values.dtype.kind != "u":
-            values = ~values
+            grey = ~grey
         elif alpha is not None and premultiplied:
-            values = alpha - np.minimum(values, alpha)
+            grey = alpha - np.minimum(grey, alpha)
         else:
-            values = values.dtype.type(most) - values
+            grey = grey.dtype.type(most) - grey
+        values = np.concatenate([grey, values[..., grey.shape[2] :]], -1)
     if values.dtype.itemsize == 1 and kind == PHOTOMETRIC.PALETTE:
         values = (page.colormap.T[values[..., 0].astype(np.uint8)] >> 8).astype(np.uint8)
     elif values.dtype == np.uint8 and kind in (PHOTOMETRIC.SEPARATED, PHOTOMETRIC.CIELAB):
@@ -179,7 +197,7 @@ def _unknown_compression(page: Any) -> str:
 
 
 def _name(value: Any) -> str:
-    """Of a tag's value; its number if it has none."""
+    """The name of a tag's value, or its number if it has no name."""
     return str(getattr(value, "name", value))
 
 
@@ -233,15 +251,16 @@ def from_pnm(source: Path | io.BytesIO) -> NDArray[Any] | None:
     number, dtype = width * height * channels, np.uint8 if white < 256 else np.uint16
     if kind in (2, 3):  # in digits
         digits = re.sub(rb"#[^\r\n]*", b"", content[header.end() :])
-        # of a given count, numbers that are not there would be unwritten memory
-        values = np.fromstring(digits, np.uint32, sep=" ")[:number]
+        # of a given count, numbers that are not there would be unwritten memory; integers would wrap
+        values = np.fromstring(digits, np.float64, sep=" ")[:number]
     else:
         values = np.frombuffer(content, np.dtype(dtype).newbyteorder(">"), number, header.end())
     if values.size < number:
         raise UnreadableError(DAMAGED)
-    if values.max() > white:
+    strange = values[(values < 0) | (values > white) | (values % 1 > 0)]
+    if strange.size:
         raise UnreadableError(
-            f"expected values up to {white}, which the header calls white; got {values.max()}"
+            f"expected integers from 0 to {white}, which the header calls white; got {strange[0]:.10g}"
         )
     return values.astype(dtype).reshape(height, width, channels)
 

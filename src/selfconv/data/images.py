@@ -300,7 +300,16 @@ def _open(item: Item, max_pixels: int) -> Iterator[Image | NDArray[Any]]:
             elif head[:2] in (b"P2", b"P3", b"P5", b"P6") and (values := from_pnm(source)) is not None:
                 yield values
             else:
+                if image.mode == "L" and head[:4] == b"\x89PNG":
+                    _scale_transparency(image, head[24])
                 yield image
+
+
+def _scale_transparency(image: Image, bits: int) -> None:
+    """Scales the transparent value of a grey PNG to bytes, as Pillow does with the pixels alone."""
+    transparent = image.info.get("transparency")
+    if bits < 8 and isinstance(transparent, int):
+        image.info["transparency"] = transparent * 255 // (2**bits - 1)
 
 
 @lru_cache(maxsize=4)

@@ -85,9 +85,10 @@ class Trainer:
         self.val, self.test = (self._batches(data, part, EVALUATION_BATCH) for part in ("val", "test"))
         self.images_per_process = self.batches.batch_size // accelerator.num_processes
         if self.images_per_process % hardware.accumulate:
+            limit = " (all training images)" if self.batches.batch_size < recipe.batch_size else ""
             raise ValueError(
                 f"batch_size: expected a multiple of accumulate × processes = "
-                f"{hardware.accumulate * accelerator.num_processes}; got {self.batches.batch_size}"
+                f"{hardware.accumulate * accelerator.num_processes}; got {self.batches.batch_size}{limit}"
             )
         self.micro_batch_size = self.images_per_process // hardware.accumulate
         self.loss = make_loss(recipe, data).to(accelerator.device)

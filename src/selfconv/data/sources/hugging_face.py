@@ -79,8 +79,9 @@ def _load(what: str, options: dict[str, Any]) -> Any:
     try:
         return datasets.load_dataset(**options)
     except Exception as error:  # its own and those of the network, of pyarrow and of files
-        reason = " ".join(str(error).split())[:200]
-        raise DataError(f"{what}: cannot be loaded by datasets ({type(error).__name__}: {reason})") from error
+        cause = error.__cause__ or error  # its own errors say no more than that there was one
+        reason = " ".join(str(cause).split())[:200]
+        raise DataError(f"{what}: cannot be loaded by datasets ({type(cause).__name__}: {reason})") from error
     finally:
         datasets.logging.set_verbosity(verbosity)
 

@@ -73,8 +73,8 @@ def load_listing(listing: Listing, *, seed: int, validation: float, **decoding: 
         train = arrays["train"]
         rest, aside = split_off(train.labels, TEST_SHARE, 0, train.groups)
         if len(aside) == 0:
-            count = len(train.labels)
-            raise DataError(f"{listing.what}: too few images to set some aside for a test; got {count}")
+            number = len(train.labels)
+            raise DataError(f"{listing.what}: too few images to set some aside for a test; got {number}")
         arrays |= {"train": train.take(rest), "test": train.take(aside)}
     return build(
         listing.name,
@@ -172,6 +172,9 @@ def _folders_in(folder: Path, stray: list[Path]) -> list[Path]:
     """The folders in a folder; images beside them go to ``stray``."""
     found = _visible(folder)
     stray += [path for path in found if is_image_name(path)]
+    for path in found:  # links to nothing that have an image's name are errors where they are decoded
+        if path.is_symlink() and not path.exists() and path not in stray:
+            raise DataError(f"{path}: expected a link to a folder; {path.readlink()} does not exist")
     return [path for path in found if path.is_dir()]
 
 
@@ -179,8 +182,11 @@ def _scan_parts(root: Path, folders: list[Path], ignored: list[Path], stray: lis
     parts: dict[str, Files] = {}
     for folder in folders:
         part = PARTS.get(folder.name.lower())
-        if part is None or part in parts:
+        if part is None:
             raise DataError(f"{root}: expected train/, val/ and test/; got {folder.name}/ as well")
+        if part in parts:
+            same = ", ".join(f"{f.name}/" for f in folders if PARTS.get(f.name.lower()) == part)
+            raise DataError(f"{root}: expected one folder of images for {part}; got {same}")
         parts[part] = _scan_classes(root, _folders_in(folder, stray), ignored)
     if "train" not in parts:
         raise DataError(f"{root}: expected train/ beside {', '.join(f'{path.name}/' for path in folders)}")
@@ -208,11 +214,18 @@ def _scan_classes(root: Path, folders: list[Path], ignored: list[Path]) -> Files
     return classes
 
 
-def _files_in(folder: Path) -> list[Path]:
-    """All that is in a folder and its folders, in order of name, but nothing hidden, and no folders."""
+def _files_in(folder: Path, above: tuple[Path, ...] = ()) -> list[Path]:
+    """All that is in a folder and its folders, in order of name, but nothing hidden, and no folders.
+
+    Args:
+        above: the folders that ``folder`` was found in.
+    """
     found: list[Path] = []
+    above = (*above, folder.resolve())
     for path in _visible(folder):
-        found += _files_in(path) if path.is_dir() and not path.is_symlink() else [path]
+        if path.is_dir() and path.resolve() in above:
+            raise DataError(f"{path}: expected a link to another folder; got one to a folder that it is in")
+        found += _files_in(path, above) if path.is_dir() else [path]
     return found
 
 

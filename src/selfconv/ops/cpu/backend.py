@@ -285,7 +285,7 @@ def make_tiling(
     neighbours = (order * (c_k + c_v) + exclude) * plane
     filters = planes * taps * (order + 1) * (c_k + c_v) * lanes
     size = planes * (walks * c_k + c_v + 1) * plane + 2 * walks * (neighbours + lanes)
-    size += (2 * walks - 1) * filters + (2 if walks == 1 else 4 + 2 * c_k) * taps * PARTS * lanes
+    size += (2 * walks - 1) * filters + (2 if walks == 1 else 4) * taps * PARTS * lanes
     line = 2 * lanes  # each thread has whole cache lines of its own
     cells_room = math.ceil(taps * INT64_BYTES / itemsize / line) * line
     size = cells_room + math.ceil(size / line) * line

@@ -21,7 +21,8 @@ and backwards, with g the gradient of out (ops/README.md derives it; its ds is w
 where f is the key and e = ds[t] · query_c, and again where f is the value and e = α[t] · g_c.
 
 Filters arrive as tables ``[heads, P, C/heads, k, k, R + 1]``: for each channel and offset first ψ for every
-R, then β. Nothing of size k²·C·h·w exists: scores, α, dα and A^K are those of PARTS positions.
+R, then β. Nothing of size k²·C·h·w exists: scores, α and dα are those of PARTS positions. A^K is computed
+again for dquery, in the pass that loads f and ψ anyway: storing it would take more of the fastest memory.
 
 ``planes`` and ``pair`` are tuples whose lengths are constants: R planes of keys and values, and one or two
 planes P that share a pass, and with it the loads of keys and values.
@@ -82,16 +83,14 @@ def affine_maps(planes, pair, side, at, plane, entry, other):
 
 
 @njit(forceinline=True, **options)
-def add_product(factor, affine, so_far, out, affines, t, entry):
-    """out[t] = so_far[t] + factor · A_c[t]; A_c goes to ``affines``. What is None is left out."""
+def add_product(factor, affine, so_far, out, t):
+    """out[t] = so_far[t] + factor · A_c[t], or without so_far if that is None."""
     step = PARTS * lanes_of(out)
-    if affines is not None:
-        store(affines, entry * step, affine)
     store(out, t * step, factor * affine if so_far is None else fma(factor, affine, load(so_far, t * step)))
 
 
 @njit(forceinline=True, **options)
-def add_products(planes, pair, cells, a, unit, x, side, c, column, sizes, so_far, out, affines):
+def add_products(planes, pair, cells, a, unit, x, side, c, column, sizes, so_far, out):
     """out[t] = so_far[t] + unit · a_c(x) · A_c[t], of one plane or of two."""
     R, D, taps, plane = len(planes), len(pair), sizes.taps, sizes.plane
     other = taps * side.channels * (R + 1) * lanes_of(a)
@@ -102,17 +101,17 @@ def add_products(planes, pair, cells, a, unit, x, side, c, column, sizes, so_far
         affine, affine2 = affine_maps(
             planes, pair, side, column + cells[t] + c * R * plane, plane, entry, other
         )
-        add_product(factor, affine, so_far, out, affines, t, entry)
+        add_product(factor, affine, so_far, out, t)
         if D == 2:
-            add_product(factor2, affine2, so_far, out, affines, taps + t, side.channels * taps + entry)
+            add_product(factor2, affine2, so_far, out, taps + t)
 
 
 @njit(**options)
-def products(planes, pair, cells, a, unit, x, side, column, sizes, out, affines):
-    """out[t] = Σ_c unit · a_c(x) · A_c[t], of one plane or of two; A goes to ``affines``, if not None."""
-    add_products(planes, pair, cells, a, unit, x, side, 0, column, sizes, None, out, affines)
+def products(planes, pair, cells, a, unit, x, side, column, sizes, out):
+    """out[t] = Σ_c unit · a_c(x) · A_c[t], of one plane or of two."""
+    add_products(planes, pair, cells, a, unit, x, side, 0, column, sizes, None, out)
     for c in range(1, side.channels):
-        add_products(planes, pair, cells, a, unit, x, side, c, column, sizes, out, out, affines)
+        add_products(planes, pair, cells, a, unit, x, side, c, column, sizes, out, out)
 
 
 @njit(**options)
@@ -172,7 +171,7 @@ def attend(
     other = taps * values.channels * (R + 1) * lanes
     for column in range(0, sizes.columns * lanes, step):
         x = row + column
-        products(planes, pair, cells, q, unit, x, keys, column, sizes, alpha, None)
+        products(planes, pair, cells, q, unit, x, keys, column, sizes, alpha)
         if sizes.exclude:
             for d in range(D):
                 exclude(advance(alpha, d * taps * step), outside, cells, column, taps)
@@ -193,40 +192,32 @@ def attend(
 
 
 @njit(**options)
-def softmax_backward(q, logs, channels, x, sizes, alpha, ds, dq, affines):
-    """Computes α, ds and dquery at the centres of one plane.
+def softmax_backward(logs, x, taps, alpha, ds):
+    """Computes α and ds at the centres of one plane.
 
     Args:
         alpha, ds: scores, of which α is made, and scale · dα, of which ds is made.
-        affines: A^K.
     """
-    taps, plane = sizes.taps, sizes.plane
-    step = PARTS * lanes_of(q)
-    exponentiate(alpha, load(logs, x), zeros(q), taps)  # scores of the same bits as logs were made from
-    mean = zeros(q)  # scale · Σ_t α[t] dα[t]
-    weights = tiny(q)  # Σ_t α[t]: one, but for the rounding of logs; none where columns have no image
+    step = PARTS * lanes_of(logs)
+    exponentiate(alpha, load(logs, x), zeros(logs), taps)  # scores of the same bits as logs were made from
+    mean = zeros(logs)  # scale · Σ_t α[t] dα[t]
+    weights = tiny(logs)  # Σ_t α[t]: one, but for the rounding of logs; none where columns have no image
     for t in range(taps):
         weight = load(alpha, t * step)
         mean = fma(weight, load(ds, t * step), mean)
         weights = weights + weight
     mean = mean / weights
-    for c in range(channels):
-        total = zeros(q)
-        for t in range(taps):
-            d_score = load(ds, t * step)
-            if c == 0:
-                d_score = load(alpha, t * step) * (d_score - mean)
-                store(ds, t * step, d_score)
-            total = fma(d_score, load(affines, (c * taps + t) * step), total)
-        store(dq, x + c * plane, total)
+    for t in range(taps):
+        store(ds, t * step, load(alpha, t * step) * (load(ds, t * step) - mean))
 
 
 @njit(**options)
-def affine_map_backward(planes, pair, cells, weights, a, x, side, column, sizes, gradient, sums):
+def affine_map_backward(planes, pair, cells, weights, a, x, side, column, sizes, gradient, sums, da):
     """Adds the gradients of f, ψ and β, given the gradient of the affine map A_c[t], e = weights[t] · a_c.
 
     Args:
         weights, a: of one plane P, or of two, one after the other in memory; so are filters and sums.
+        da: where the gradient of a, Σ_t weights[t] · A_c[t], goes; or None.
     """
     R, D, taps, plane = len(planes), len(pair), sizes.taps, sizes.plane
     lanes = lanes_of(a)
@@ -235,48 +226,62 @@ def affine_map_backward(planes, pair, cells, weights, a, x, side, column, sizes,
     for c in range(side.channels):
         first = load(a, x + c * plane)
         second = load(a, x + (c + (D - 1) * side.channels) * plane)
+        d_first = d_second = zeros(a)
         for t in range(taps):
             at, entry = column + cells[t] + c * R * plane, (c * taps + t) * (R + 1) * lanes
-            e = load(weights, t * step) * first
+            weight = load(weights, t * step)
+            e, affine = weight * first, repeat(side.table, entry + R * lanes)
             accumulate(sums, entry + R * lanes, e)
             if D == 2:
-                e2 = load(weights, (taps + t) * step) * second
+                weight2 = load(weights, (taps + t) * step)
+                e2, affine2 = weight2 * second, repeat(side.table, other + entry + R * lanes)
                 accumulate(sums, other + entry + R * lanes, e2)
             for r in range(R):
                 here, psi_at = at + r * plane, entry + r * lanes
-                feature = load(side.tiles, here)
+                feature, psi = load(side.tiles, here), repeat(side.table, psi_at)
                 accumulate_product(sums, psi_at, e, feature)
-                total = fma(e, repeat(side.table, psi_at), load(gradient, here))
+                total = fma(e, psi, load(gradient, here))
+                if da is not None:
+                    affine = fma(feature, psi, affine)
                 if D == 2:
+                    psi2 = repeat(side.table, other + psi_at)
                     accumulate_product(sums, other + psi_at, e2, feature)
-                    total = fma(e2, repeat(side.table, other + psi_at), total)
+                    total = fma(e2, psi2, total)
+                    if da is not None:
+                        affine2 = fma(feature, psi2, affine2)
                 store(gradient, here, total)
+            if da is not None:
+                d_first = fma(weight, affine, d_first)
+                if D == 2:
+                    d_second = fma(weight2, affine2, d_second)
+        if da is not None:
+            store(da, x + c * plane, d_first)
+            if D == 2:
+                store(da, x + (side.channels + c) * plane, d_second)
 
 
 @njit(**options)
 def row_backward(
     planes, pair, cells, unit, scale, q, g, logs, keys, values, row, sizes,
-    outside, dq, d_keys, d_values, sums_k, sums_v, alpha, ds, affines,
+    outside, dq, d_keys, d_values, sums_k, sums_v, alpha, ds,
 ):  # fmt: skip
     """All gradients along a row of one plane or two.
 
     Args:
-        alpha, ds, affines: room for those of one vector of positions.
+        alpha, ds: room for those of one vector of positions.
     """
     lanes = lanes_of(q)
     step = PARTS * lanes
     plane, room = sizes.plane, sizes.taps * step
     for column in range(0, sizes.columns * lanes, step):
         x = row + column
-        products(planes, pair, cells, q, unit, x, keys, column, sizes, alpha, affines)
-        products(planes, pair, cells, g, scale, x, values, column, sizes, ds, None)
+        products(planes, pair, cells, q, unit, x, keys, column, sizes, alpha)
+        products(planes, pair, cells, g, scale, x, values, column, sizes, ds)
         for d in range(len(pair)):
             if sizes.exclude:
                 exclude(advance(alpha, d * room), outside, cells, column, sizes.taps)
             softmax_backward(
-                q, advance(logs, d * plane), keys.channels, x, sizes, advance(alpha, d * room),
-                advance(ds, d * room), advance(dq, d * keys.channels * plane),
-                advance(affines, d * keys.channels * room),
-            )  # fmt: skip
-        affine_map_backward(planes, pair, cells, alpha, g, x, values, column, sizes, d_values, sums_v)
-        affine_map_backward(planes, pair, cells, ds, q, x, keys, column, sizes, d_keys, sums_k)
+                advance(logs, d * plane), x, sizes.taps, advance(alpha, d * room), advance(ds, d * room)
+            )
+        affine_map_backward(planes, pair, cells, alpha, g, x, values, column, sizes, d_values, sums_v, None)
+        affine_map_backward(planes, pair, cells, ds, q, x, keys, column, sizes, d_keys, sums_k, dq)

@@ -179,7 +179,6 @@ def backward_worker(name, order):
         others_sums = advance(own_sums, entries * (c_k + c_v) * lanes)
         alpha = advance(others_sums, entries * (c_k + c_v) * lanes)
         ds = advance(alpha, len(pair) * sizes.taps * PARTS * lanes)
-        affines = advance(ds, len(pair) * sizes.taps * PARTS * lanes)
         keys, values = Side(c_k, k, table_k), Side(c_v, v, table_v)
         heads = np.int64(-1)  # whose tables are there
 
@@ -220,7 +219,7 @@ def backward_worker(name, order):
                                 of_plane(planes, keys, p, sizes), of_plane(planes, values, p, sizes), row,
                                 sizes, outside, advance(dq, p * c_k * plane), d_k, d_v,
                                 advance(sums, first * c_k),
-                                advance(sums, entries * c_k * lanes + first * c_v), alpha, ds, affines,
+                                advance(sums, entries * c_k * lanes + first * c_v), alpha, ds,
                             )  # fmt: skip
                     add_copies(d_k, tiles, first_own, last_own, task, sizes)
                     copy(outward, d_query, b, task, start, stop, none, P, plane, c_k * plane, sizes, dq)

@@ -10,15 +10,18 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import ROOT
 from helpers.tiny_runs import run_cli, tiny_config
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 from sklearn import metrics as sklearn
 
+from selfconv._files import read_as
 from selfconv.data import Split, load_data
+from selfconv.models import WEIGHTS
 from selfconv.train import Trainer, make_accelerator, open_data, train
-from selfconv.trained import evaluate, open_trained
+from selfconv.trained import Evaluation, evaluate, open_trained
 from selfconv.trained.metrics import balanced_interval, measure_quality, roc_auc, wilson_interval
 from selfconv.trained.prediction_table import PredictionTable
 
@@ -29,9 +32,20 @@ def answers(seed: int, images: int, classes: int, digits: int) -> tuple[np.ndarr
     return random.integers(0, classes, images), probabilities / probabilities.sum(1, keepdims=True)
 
 
-@given(st.integers(0, 99), st.integers(5, 60), st.integers(2, 5), st.sampled_from([1, 6]))
-def test_metrics_agree_with_scikit_learn(seed: int, images: int, classes: int, digits: int) -> None:
+@given(
+    st.integers(0, 99),
+    st.integers(5, 60),
+    st.integers(2, 12),
+    st.sampled_from([1, 6]),
+    st.sampled_from(["some", "all", "none"]),
+)
+@example(0, 60, 6, 6, "all")
+def test_metrics_agree_with_scikit_learn(
+    seed: int, images: int, classes: int, digits: int, right: str
+) -> None:
     labels, probabilities = answers(seed, images, classes, digits)  # one digit: with many equal scores
+    if right != "some":
+        labels = (probabilities.argmax(1) + (right == "none")) % classes
     names = [f"class {c}" for c in range(classes)]
     found = measure_quality(names, labels, probabilities)
     answer, every = probabilities.argmax(1), [*range(classes)]
@@ -90,6 +104,26 @@ def test_ends_of_intervals() -> None:
     assert balanced_interval(labels, labels > 2)[0] == 0
     one = np.zeros(8, np.int64)
     assert balanced_interval(one, np.arange(8) < 6) == pytest.approx(wilson_interval(6, 8))
+    for classes in range(1, 200):
+        labels = np.arange(classes)
+        assert balanced_interval(labels, labels >= 0)[1] == 1
+
+
+def test_published_intervals_are_those_of_the_recalls() -> None:
+    """Every evaluation in the repository has the interval that is computed now."""
+    files = [*(ROOT / "results").rglob("evaluation.json"), *WEIGHTS.rglob("evaluation.json")]
+    assert len(files) >= 48
+    for file in files:
+        quality = read_as(Evaluation, file).quality
+        assert quality is not None
+        labels, right = [], []
+        for label, found in enumerate(quality.classes.values()):
+            hits = round((found.recall or 0) * found.images)
+            labels += [label] * found.images
+            right += [True] * hits + [False] * (found.images - hits)
+        low, high = quality.balanced_accuracy_interval
+        assert (low, high) == pytest.approx(balanced_interval(np.array(labels), np.array(right)), rel=1e-12)
+        assert low <= quality.balanced_accuracy <= high
 
 
 def test_calibration() -> None:

@@ -108,16 +108,13 @@ def balanced_interval(labels: NDArray[np.int64], right: NDArray[np.bool_]) -> tu
 
     The squared distances of their ends from the recalls are added, as variances of independent estimates are.
     """
-    mean, below, above = 0.0, 0.0, 0.0
-    present = np.unique(labels)
-    for label in present:
-        hits = right[labels == label]
-        recall = float(hits.mean())
-        low, high = wilson_interval(int(hits.sum()), len(hits))
-        mean += recall / len(present)
-        below += (recall - low) ** 2
-        above += (high - recall) ** 2
-    return max(0.0, mean - math.sqrt(below) / len(present)), min(1.0, mean + math.sqrt(above) / len(present))
+    hits = [right[labels == label] for label in np.unique(labels)]
+    recalls = [int(h.sum()) / len(h) for h in hits]
+    ends = [wilson_interval(int(h.sum()), len(h)) for h in hits]
+    mean = math.fsum(recalls) / len(recalls)  # as the estimate is computed, which the interval contains
+    below = math.fsum((recall - low) ** 2 for recall, (low, _) in zip(recalls, ends, strict=True))
+    above = math.fsum((high - recall) ** 2 for recall, (_, high) in zip(recalls, ends, strict=True))
+    return max(0.0, mean - math.sqrt(below) / len(hits)), min(1.0, mean + math.sqrt(above) / len(hits))
 
 
 def calibration_bins(confidence: NDArray, right: NDArray[np.bool_]) -> list[CalibrationBin]:

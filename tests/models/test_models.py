@@ -343,6 +343,73 @@ def test_flops_do_not_depend_on_the_backend_or_device() -> None:
     assert model.get_submodule("stages.0.0.spatial.conv").backend == "eager"  # the model itself is left alone
 
 
+class Tokens(nn.Module):
+    """A layer that reads the pixels of a map one after the other."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.flatten(2).transpose(1, 2)
+        attention = isinstance(self.layer, nn.MultiheadAttention)
+        out = self.layer(x, x, x, need_weights=False) if attention else self.layer(x)
+        return out[0] if isinstance(out, tuple) else out
+
+
+PROJECTIONS, PRODUCTS, FEEDFORWARD = 2 * 64 * 16 * 64, 2 * 2 * 4 * 64 * 64 * 4, 2 * 2 * 64 * 16 * 2048
+
+
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [
+        (nn.MultiheadAttention(16, 4, batch_first=True), PROJECTIONS + PRODUCTS),
+        (nn.TransformerEncoderLayer(16, 4, batch_first=True), PROJECTIONS + PRODUCTS + FEEDFORWARD),
+        (
+            nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, batch_first=True), 2),
+            2 * (PROJECTIONS + PRODUCTS + FEEDFORWARD),
+        ),
+        (nn.LSTM(16, 16, batch_first=True), 2 * 64 * 4 * (16 * 16 + 16 * 16)),
+        (nn.LSTM(16, 8, 2, bidirectional=True, batch_first=True), 2 * 64 * 2 * 2 * 4 * (16 * 8 + 8 * 8)),
+        (nn.GRU(16, 16, batch_first=True), 2 * 64 * 3 * (16 * 16 + 16 * 16)),
+    ],
+)
+def test_flops_of_torchs_fused_layers(layer: nn.Module, expected: int) -> None:
+    """On the CPU these layers are one operator each, without a formula of torch."""
+    model = Tokens(layer)
+    assert count_flops(model, (16, 8, 8)) == expected
+    assert count_flops(model.to("meta"), (16, 8, 8)) == expected
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_flops_of_a_recurrent_layer_on_a_gpu() -> None:
+    """Its operator, on tensors without values."""
+
+    class Fused(nn.LSTM):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            state = x.new_empty(2, x.shape[1], self.hidden_size)
+            weights, switches = list(self.parameters()), (False, 0.0, False, False)
+            return torch.ops.aten._cudnn_rnn(
+                x, weights, 4, None, state, state, 2, self.hidden_size, 0, 2, *switches, [], None
+            )[0]
+
+    sizes = 2 * 64 * 4 * (16 * 8 + 3 * 8 * 8)
+    assert count_flops(Tokens(Fused(16, 8, 2)).to("meta"), (16, 8, 8)) == sizes
+
+
+def test_flops_of_layers_that_are_called_with_keywords() -> None:
+    class Keywords(nn.Module):
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, image: torch.Tensor) -> torch.Tensor:
+            return self.layer(need_weights=False, x=image)
+
+    layer = selfconv.nn.AffineSelfConv2d(4, 8, 3, num_heads=2)
+    assert count_flops(Keywords(layer), (4, 8, 8)) == count_flops(layer, (4, 8, 8))
+
+
 @pytest.mark.parametrize("size", [24, 72])  # counted on the CPU, and on "meta"
 def test_flops_by_name_at_any_size(size: int) -> None:
     model = create_model("p4resnet29_asc", depth=11)

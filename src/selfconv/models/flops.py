@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -30,10 +31,11 @@ def count_parameters(model: nn.Module) -> int:
 def count_flops(model: nn.Module, input_shape: Sequence[int]) -> int:
     """Floating-point operations of a forward pass for one image, a multiply-add counted as two.
 
-    Convolutions and matrix products are counted by torch. Affine self convolution has its own formula, since
-    torch does not count all of it; the result is the same for every backend. Work that is done once for all
-    images, the computation of filters from coefficients, is not counted. A copy of the model runs on the
-    model's device; on the ``"meta"`` device nothing is computed.
+    Convolutions and matrix products are counted by torch, those of its recurrent layers by a formula here.
+    Affine self convolution has its own formula, since torch does not count all of it; the result is the same
+    for every backend and device. Work that is done once for all images, the computation of filters from
+    coefficients, is not counted. A copy of the model runs on the model's device; on the ``"meta"`` device
+    nothing is computed.
 
     Args:
         input_shape: of an image, such as ``(3, 32, 32)``.
@@ -44,10 +46,10 @@ def count_flops(model: nn.Module, input_shape: Sequence[int]) -> int:
     def before(layer: nn.Module, inputs: tuple[Tensor]) -> None:
         counter.layers_that_make_filters += 1
 
-    def after(layer: nn.Module, inputs: tuple[Tensor], output: Any) -> None:
+    def after(layer: nn.Module, inputs: tuple[Tensor], named: dict[str, Any], output: Any) -> None:
         counter.layers_that_make_filters -= 1
         if isinstance(layer, LocalAttention2d):
-            counter.total += operation_flops(layer, inputs[0].shape)
+            counter.total += operation_flops(layer, (inputs[0] if inputs else named["x"]).shape)
 
     def attend(layer: LocalAttention2d, packed: Tensor) -> Tensor:
         """Values of the right shape in place of the operation, whose FLOPs are counted by formula."""
@@ -60,11 +62,11 @@ def count_flops(model: nn.Module, input_shape: Sequence[int]) -> int:
     for layer in model.modules():
         if isinstance(layer, MAKES_FILTERS):
             layer.register_forward_pre_hook(before)
-            layer.register_forward_hook(after)
+            layer.register_forward_hook(after, with_kwargs=True)
         if isinstance(layer, LocalAttention2d):
             layer.attend = partial(attend, layer)  # type: ignore[method-assign]
     try:
-        with counter:
+        with counter, _transformers_in_parts():
             run_on_zeros(model, input_shape)
     except NotImplementedError as error:
         if "HigherOrderOperator" not in str(error):
@@ -89,7 +91,14 @@ class _FlopCounter(TorchDispatchMode):
         super().__init__()
         from torch.utils.flop_counter import flop_registry  # imports triton if it is installed
 
-        self.formulas = flop_registry
+        aten = torch.ops.aten
+        attention = flop_registry[aten._scaled_dot_product_flash_attention]
+        self.formulas = flop_registry | {
+            aten._scaled_dot_product_flash_attention_for_cpu: attention,
+            aten.mkldnn_rnn_layer: lambda x, *weights, **_: _recurrent_flops(x, weights[:2]),
+            aten._cudnn_rnn: lambda x, weights, *_, **__: _recurrent_flops(x, weights),
+            aten.miopen_rnn: lambda x, weights, *_, **__: _recurrent_flops(x, weights),
+        }
         self.total = 0
         self.layers_that_make_filters = 0  # around the current call
 
@@ -112,6 +121,23 @@ class _FlopCounter(TorchDispatchMode):
         if formula and counted:
             self.total += formula(*args, **kwargs, out_val=out)
         return out
+
+
+def _recurrent_flops(x: Tensor, weights: Sequence[Tensor]) -> int:
+    """Of an operator that computes a recurrent layer, or several: a product with each matrix in each step."""
+    steps = x.numel() // x.shape[-1]
+    return sum(2 * steps * weight.numel() for weight in weights if weight.ndim == 2)
+
+
+@contextmanager
+def _transformers_in_parts() -> Iterator[None]:
+    """Makes torch's attention and encoder layers call operators that have formulas."""
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
 
 
 @torch.no_grad()

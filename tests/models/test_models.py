@@ -322,10 +322,12 @@ def test_flops_of_models_by_name_load_no_compiler() -> None:
     """Loading torch's compiler takes as long as loading torch, and counting on "meta" would load it."""
     program = (
         "import sys, selfconv.models; print(selfconv.models.model_info('p4resnet29_asc').flops,"
+        " selfconv.models.model_info('resnet29_asc', input_size=224).flops,"
+        " selfconv.models.model_info('resnet29', in_channels=300).flops,"
         " [name for name in ('torch._dynamo', 'sympy', 'numba') if name in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert out == "441321984 []\n"
+    assert out == "441321984 5126788096 181801984 []\n"
 
 
 @pytest.mark.parametrize("group", ["p4m", "c8"])
@@ -410,7 +412,7 @@ def test_flops_of_layers_that_are_called_with_keywords() -> None:
     assert count_flops(Keywords(layer), (4, 8, 8)) == count_flops(layer, (4, 8, 8))
 
 
-@pytest.mark.parametrize("size", [24, 72])  # counted on the CPU, and on "meta"
+@pytest.mark.parametrize("size", [24, 256, 260])  # the last is counted on "meta", the others on the CPU
 def test_flops_by_name_at_any_size(size: int) -> None:
     model = create_model("p4resnet29_asc", depth=11)
     flops = model_info("p4resnet29_asc", depth=11, input_size=size).flops

@@ -22,6 +22,10 @@ from selfconv.models.table import MODELS, SPATIAL_KINDS, WEIGHTS, list_models
 if TYPE_CHECKING:
     from rich.table import Table
 
+# of images up to which computing the maps of a network, in up to 0.5 GB, takes less time than loading what
+# torch needs for "meta"
+MAX_COMPUTED_SIZE = 256
+
 
 def _options(name: str) -> dict[str, Any]:
     if name not in MODELS and name in list_models(pretrained=True):
@@ -145,7 +149,7 @@ def _flops(config: ResNetConfig, input_shape: tuple[int, int, int]) -> int:
 
 @cache
 def _counted(config: ResNetConfig, input_shape: tuple[int, int, int]) -> int:
-    small = max(input_shape) <= 64  # computing takes less time than loading what torch needs for "meta"
+    small = input_shape[-1] <= MAX_COMPUTED_SIZE
     with torch.random.fork_rng(devices=[]):
         return count_flops(ResNet(config).to("cpu" if small else "meta"), input_shape)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -94,17 +95,24 @@ def wrapped(module: Any, name: str, when: Callable[..., bool], *, after: bool = 
     setattr(module, name, call)
 
 
-def half_a_checkpoint() -> None:
-    """Half of the second checkpoint's bytes are on the disk."""
+def half_a_checkpoint(name: str) -> None:
+    """Half the bytes of the checkpoint whose name begins so are on the disk."""
     write = _files.write_atomically
 
     def half(path: Path, content: bytes) -> None:
-        if path.name.startswith("000002"):
+        if path.name.startswith(name):
             path.with_name(f".{path.name}.partial").write_bytes(content[: len(content) // 2])
             die()
         write(path, content)
 
     checkpoints.write_atomically = half
+
+
+def half_a_checkpoint_within_an_epoch() -> None:
+    """The run that resumes saves after other steps, so no file that it writes has the name of this one."""
+    hours = itertools.count(step=3600.0)
+    trainer.time.monotonic = lambda: next(hours)  # a checkpoint is due after every step
+    half_a_checkpoint("000001-00000003")
 
 
 def always(*_: Any) -> bool:
@@ -121,7 +129,8 @@ STAGES: dict[str, Callable[[], None]] = {
     "epoch done, not saved": lambda: wrapped(
         checkpoints, "write", lambda _, c: c.state["epoch"] == 2 and c.state["step"] == 0
     ),
-    "half a checkpoint": half_a_checkpoint,
+    "half a checkpoint": lambda: half_a_checkpoint("000002"),
+    "half a checkpoint within an epoch": half_a_checkpoint_within_an_epoch,
     "checkpoint whole, not in place": lambda: wrapped(
         runs.os, "replace", lambda _, to: Path(to).name.startswith("000002")
     ),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 MAX_INTEGER = 2**63 - 1
 MAX_DEPTH = 32  # of lists and objects in each other; Python's own functions end in a RecursionError
+_PARTIAL = ".{}.partial"  # the name of a file while it is written
 JSON_LIMIT = 16_000_000  # bytes; a run's largest JSON file has thousands
 _OTHER_KINDS = {
     stat.S_IFDIR: "a folder",
@@ -33,7 +34,7 @@ Kind = TypeVar("Kind")
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Replaces a file atomically: it has its old or its new content, even after a crash of the machine."""
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(_PARTIAL.format(path.name))
     try:
         with open(partial, "wb") as file:
             file.write(content)
@@ -45,6 +46,16 @@ def write_atomically(path: Path, content: bytes) -> None:
             partial.unlink()
         raise
     sync_folder(path.parent)
+
+
+def remove_partial_files(folder: Path, pattern: str) -> None:
+    """Removes what ``write_atomically`` left of files of this pattern when its process was killed.
+
+    The next file of the same name replaces it; this is for names that may not be written again. No other
+    process may be writing them.
+    """
+    for partial in folder.glob(_PARTIAL.format(pattern)):
+        partial.unlink(missing_ok=True)
 
 
 def write_figure(path: Path, figure: Figure, **options: Any) -> None:

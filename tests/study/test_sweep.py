@@ -319,9 +319,12 @@ def test_failed_runs_do_not_stop_the_others(
     assert [sweep.evaluated(tmp_path / t.folder) for t in plan.trials] == [False, True, False, True]
     monkeypatch.undo()
     monkeypatch.setattr(sweep, "_report", lambda plan, out: [])
+    killed = reasons[2].with_name(".failed.json.partial")  # while a reason was written
+    killed.touch()
     with pytest.raises(PlanFailed, match="1 of 4 runs failed"):  # memory came back, and is used
         reproduce(plan, tmp_path, InProcessEngine(), command="again")
     assert [path.is_file() for path in reasons] == [True, False, False, False]
+    assert not killed.exists()
 
 
 @pytest.mark.usefixtures("no_report")

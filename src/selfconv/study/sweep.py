@@ -19,7 +19,7 @@ from signal import SIGINT
 from typing import TYPE_CHECKING, Protocol
 
 from selfconv._extras import require
-from selfconv._files import read_as, write_json
+from selfconv._files import read_as, remove_partial_files, write_json
 from selfconv._text import count, format_duration, one_line
 from selfconv.data import DataInfo
 from selfconv.study.board import Board, evaluated, read_result, results_table
@@ -270,6 +270,7 @@ def run_trial(config: RunConfig, folder: Path, watch: Watch | None, stop: StopSi
     (folder / FAILED).unlink(missing_ok=True)
     with _without_size_warnings():
         record = train(config, folder, resume=True, quiet=True, watch=watch, stop=stop)
+        remove_partial_files(folder, FAILED)
         if not (folder / "evaluation.json").exists():
             with stop.at_once():
                 watch_evaluation = None if watch is None else lambda _, line: watch(1.0, line)

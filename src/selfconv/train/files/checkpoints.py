@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from selfconv._files import check_file, parse_json, write_atomically
+from selfconv._files import check_file, parse_json, remove_partial_files, write_atomically
 from selfconv._memory import machine_memory
 from selfconv.train.stopping import RunError
 
@@ -70,7 +70,11 @@ def _digest(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> str:
 
 
 def write(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Saves a checkpoint, then removes all but the last two."""
+    """Saves a checkpoint, then removes all but the last two.
+
+    The part of a checkpoint that a killed process left is removed first: it takes space.
+    """
+    remove_partial_files(folder, "*.safetensors")
     path = folder / _name(checkpoint.state)
     try:
         write_atomically(path, checkpoint.to_bytes())

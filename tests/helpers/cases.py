@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from hypothesis import settings
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from selfconv.groups import IDENTITY, P4, Group, dihedral, get_group
-from selfconv.ops import affine_self_conv
+from selfconv.ops import PaddingMode, affine_self_conv
 
 GROUPS = ("z2", "p4", "p4m")  # of which every element is exact
 D3 = dihedral("d3", 3)  # turns by 120° and mirrors, of which one is exact
@@ -26,6 +26,7 @@ TILTED = Group(
 BAND_LIMITED = ("c8", TILTED)
 ALL_GROUPS: tuple[str | Group, ...] = (*GROUPS, *BAND_LIMITED)
 C2 = Group("c2", (IDENTITY, ((-1, 0), (0, -1))))  # keeps rows and columns apart
+MODES: tuple[PaddingMode, ...] = get_args(PaddingMode)
 FILTERS = ("psi_k", "beta_k", "psi_v", "beta_v")
 EFFORT = int(os.environ.get("SELFCONV_TEST_EFFORT", "1"))  # `make test-long` tries many times more
 
@@ -252,7 +253,7 @@ def cases(
         missing=tuple(sorted(draw(st.sets(st.sampled_from(FILTERS))))),
         scale=draw(st.sampled_from((None, 0.0, 0.7, -0.7))),
         dilation=draw(steps | st.tuples(steps, steps) if free else steps),
-        padding_mode=draw(st.sampled_from(("zeros", "circular", "exclude"))),
+        padding_mode=draw(st.sampled_from(MODES)),
         lifting=draw(st.booleans()),
         dtypes=draw(st.sampled_from(dtypes)),
         seed=draw(st.integers(0, 2**16)),

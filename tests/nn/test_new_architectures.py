@@ -10,7 +10,7 @@ import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.cases import ALL_GROUPS, C2, more
+from helpers.cases import ALL_GROUPS, C2, MODES, more
 from torch import Tensor, nn
 
 import selfconv.examples
@@ -38,7 +38,6 @@ from selfconv.ops import affine_self_conv, affine_self_conv_flops
 from selfconv.testing import assert_equivariant, audit, equivariance_error, shift_error
 from selfconv.visualize import look
 
-MODES = ("zeros", "circular", "exclude")
 REFLECTION = Group("mirror", (IDENTITY, MIRROR))
 
 

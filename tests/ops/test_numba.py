@@ -16,6 +16,7 @@ import pytest
 import torch
 from helpers.cases import (
     ALL_GROUPS,
+    MODES,
     NAN_BITS,
     Case,
     Layout,
@@ -73,7 +74,7 @@ def test_splitting_rows_into_tasks_changes_nothing(
     size=st.tuples(st.integers(1, 40), st.integers(1, 40)),
     half=st.tuples(st.integers(0, 5), st.integers(0, 5)),
     dilation=st.tuples(st.integers(1, 4), st.integers(1, 4)),
-    padding_mode=st.sampled_from(["zeros", "circular", "exclude"]),
+    padding_mode=st.sampled_from(MODES),
     channels=st.tuples(st.integers(1, 5), st.integers(1, 5)),
     order=st.sampled_from([1, 4, 8]),
     itemsize=st.sampled_from([4, 8]),
@@ -90,7 +91,7 @@ def test_every_window_begins_at_an_even_column(
     walks: int,
 ) -> None:
     """A load of two columns then stays within one cache line, in each row, plane and copy."""
-    window = Window((2 * half[0] + 1, 2 * half[1] + 1), dilation, padding_mode).on(size)
+    window = Window((2 * half[0] + 1, 2 * half[1] + 1), dilation, padding_mode).fitted_to(size)
     tiling = numba_cpu.make_tiling(3, order, *size, 8, *channels, window, order, itemsize, walks, 2)
     line = 2 * PART_BYTES // itemsize
     rows, columns = tiling.window

@@ -8,16 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.cases import ALL_GROUPS, C2, Case, assert_close
+from helpers.cases import ALL_GROUPS, C2, MODES, Case, assert_close
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from selfconv.groups import Group, cyclic, get_group
-from selfconv.ops import Window, affine_self_conv
+from selfconv.ops import BACKENDS, Window, affine_self_conv
+from selfconv.ops._backends import _BACKENDS
+from selfconv.ops._call import check_call
 from selfconv.testing import relative_error
 
-MODES = ("zeros", "circular", "exclude")
 WINDOWS: list[dict[str, Any]] = [
     {"kernel_size": (1, 5)},
     {"kernel_size": (3, 1), "dilation": (2, 1)},
@@ -156,6 +157,23 @@ def test_a_huge_dilation_takes_no_memory(mode: str, backend: str) -> None:
     case = Case("z2", 1, (1, 1), 1, 5, (2, 3), dilation=10**6, padding_mode=mode)
     same = replace(case, dilation=(2, 1) if mode == "circular" else 3)  # remainders of 2 rows and 3 columns
     assert_close(case.gradients(backend=backend), same.expected("reference"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_mode_that_a_backend_does_not_know_is_an_error(backend: str) -> None:
+    """A mode that is added to ``PaddingMode`` alone would otherwise be computed as zeros."""
+    x = torch.ones(1, 2, 3, 3)
+    call = check_call((x, x, x), (None,) * 4, kernel_size=3, num_heads=1, scale=None, group="z2")
+    unknown: Any = "reflect"
+    with pytest.raises(AssertionError, match="'reflect'"):
+        _BACKENDS[backend].load()(replace(call, window=Window((3, 3), padding_mode=unknown)))
+
+
+@pytest.mark.parametrize("dilation", [1, 9])
+def test_an_unknown_mode_is_fitted_to_no_map(dilation: int) -> None:
+    unknown: Any = "reflect"
+    with pytest.raises(AssertionError, match="'reflect'"):
+        Window((3, 3), (dilation, dilation), unknown).fitted_to((4, 4))
 
 
 def test_reach_of_dilated_windows() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, assert_never, get_args
 
 from selfconv._arguments import is_whole
 from selfconv.groups import Group
@@ -33,20 +33,21 @@ class Window:
         """The largest offset in rows and in columns."""
         return self.dilation[0] * (self.size[0] // 2), self.dilation[1] * (self.size[1] // 2)
 
-    def on(self, size: Pair) -> Window:
+    def fitted_to(self, size: Pair) -> Window:
         """The window with the same neighbours on maps of ``size``, and the smallest dilation that has them.
 
         With a dilation of n, all neighbours in an axis of n pixels but the centre are outside; a circular
         image repeats after n pixels. Memory and time depend on how far the window reaches.
         """
-        limits = [max(n, 1) for n in size]
-        if all(d <= n for d, n in zip(self.dilation, limits, strict=True)):
-            return self
-        circular = self.padding_mode == "circular"
-        rows, columns = (
-            (d % n or n) if circular else min(d, n) for d, n in zip(self.dilation, limits, strict=True)
-        )
-        return replace(self, dilation=(rows, columns))
+        pairs = [(d, max(n, 1)) for d, n in zip(self.dilation, size, strict=True)]
+        match self.padding_mode:
+            case "zeros" | "exclude":
+                rows, columns = (min(d, n) for d, n in pairs)
+            case "circular":
+                rows, columns = (d % n or n for d, n in pairs)
+            case _:
+                assert_never(self.padding_mode)
+        return self if (rows, columns) == self.dilation else replace(self, dilation=(rows, columns))
 
 
 def make_window(

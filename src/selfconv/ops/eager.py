@@ -7,6 +7,8 @@ whose window is rectangular, dilated, or padded other than with zeros.
 
 from __future__ import annotations
 
+from typing import assert_never
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -43,7 +45,7 @@ def attend(
     """The operation on features [N, C, R, h, w] with steered filters, in the shapes of ``affine_map``."""
     psi_k, beta_k, psi_v, beta_v = filters
     if not torch.compiler.is_compiling():  # whose sizes may be symbols, which must not be compared
-        window = window.on((key.shape[-2], key.shape[-1]))
+        window = window.fitted_to((key.shape[-2], key.shape[-1]))
     products = query.unsqueeze(3) * affine_map(key, psi_k, beta_k, window)  # [N, C_k, P, taps, h, w]
     scores = products.unflatten(1, (num_heads, -1)).sum(2) * scale
     if window.padding_mode == "exclude":
@@ -73,7 +75,7 @@ def affine_map(f: Tensor, psi: Tensor | None, beta: Tensor | None, window: Windo
             a = a * psi[:, :, 0, :, None, None]
         else:
             a = torch.einsum("ncrthw,cprt->ncpthw", a, psi)
-        if torch.compiler.is_exporting():  # other strides would be compared, and a batch of 1 be refused
+        if torch.compiler.is_exporting():  # which would add a guard on other strides, and refuse a batch of 1
             a = a.clone(memory_format=torch.contiguous_format)
     return a if beta is None else a + beta.flatten(-2)[..., None, None]
 
@@ -86,13 +88,21 @@ def neighbours(f: Tensor, window: Window) -> Tensor:
         (rows, columns), padded = window.size, pad(f, window)
         parts = [padded.narrow(-2, i * d_i, h) for i in range(rows)]
         return torch.stack([part.narrow(-1, j * d_j, w) for part in parts for j in range(columns)], -3)
-    return pad(f, window).unfold(-2, h, d_i).unfold(-2, w, d_j).flatten(-4, -3)  # ways to lay rows, columns
+    # one shifted copy per row and column offset of the window: [..., rows, columns, h, w]
+    copies = pad(f, window).unfold(-2, h, d_i).unfold(-2, w, d_j)
+    return copies.flatten(-4, -3)
 
 
 def pad(f: Tensor, window: Window) -> Tensor:
-    """f padded by half the window: with zeros, or circularly."""
+    """f padded by half the window: circularly, or with zeros, which ``attend`` may exclude."""
     i, j = window.reach
-    return pad_circular(f, (i, j)) if window.padding_mode == "circular" else F.pad(f, (j, j, i, i))
+    match window.padding_mode:
+        case "zeros" | "exclude":
+            return F.pad(f, (j, j, i, i))
+        case "circular":
+            return pad_circular(f, (i, j))
+        case _:
+            assert_never(window.padding_mode)
 
 
 def pad_circular(f: Tensor, reach: Pair) -> Tensor:

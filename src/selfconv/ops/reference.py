@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from typing import assert_never
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from torch import Tensor
 from selfconv import _harmonics
 from selfconv.groups import Group
 from selfconv.ops._call import Call
-from selfconv.ops._window import Window
+from selfconv.ops._window import PaddingMode, Window
 
 Position = tuple[int, int]
 Scores = dict[Position, Tensor]  # α(x, ·): neighbour y -> one weight per head
@@ -38,11 +39,15 @@ Scores = dict[Position, Tensor]  # α(x, ·): neighbour y -> one weight per head
 # ---- functions on the grid: evaluation, extent, the operator L ----
 
 
-def at(f: Tensor, y: Position, circular: bool = False) -> Tensor:
+def at(f: Tensor, y: Position, padding_mode: PaddingMode = "zeros") -> Tensor:
     """f(y): the vector at y; outside the image zero, or that of the image repeated."""
-    h, w = f.shape[-2:]
-    i, j = (y[0] % h, y[1] % w) if circular else y
-    return f[..., i, j] if inside(f, (i, j)) else torch.zeros_like(f[..., 0, 0])
+    match padding_mode:
+        case "zeros" | "exclude":
+            return f[..., y[0], y[1]] if inside(f, y) else torch.zeros_like(f[..., 0, 0])
+        case "circular":
+            return f[..., y[0] % f.shape[-2], y[1] % f.shape[-1]]
+        case _:
+            assert_never(padding_mode)
 
 
 def inside(f: Tensor, y: Position) -> bool:
@@ -264,7 +269,7 @@ def summed_affine_map(
     lifted as by the convolution of Section 2.1: A_(P,x)[f](y) = f(y) L_(P,x)[ψ](y) + L_(P,x)[β](y).
     """
     window = window or Window((beta.shape[-2], beta.shape[-1]))
-    f_y = at(f, y, circular=window.padding_mode == "circular")  # [d, |H|], of a planar f [d]
+    f_y = at(f, y, window.padding_mode)  # [d, |H|], of a planar f [d]
     beta_p = transformed(beta, group, p, x, y, window.dilation)
     if psi is None:
         return of_plane(f_y, p) + beta_p

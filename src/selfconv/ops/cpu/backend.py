@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, assert_never, cast
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ from selfconv.ops.cpu.simd import PART_BYTES, PARTS
 from selfconv.ops.cpu.threads import num_threads, run_workers
 from selfconv.ops.cpu.tiles import COUNTERS, MAP, MAPS, Map, Sizes
 
-TASKS = 16  # as many as are worth sharing out: fewer are cut into strips of rows
+TASKS = 16  # if there are fewer tasks than this, images are cut into strips of rows
 INT64_BYTES = 8
 SHAPES = 64  # whose argument blocks a layer keeps, at most
 
@@ -239,10 +239,10 @@ class Tiling(NamedTuple):
 
 
 def _window(q: Tensor, table: Tensor, dilation: Sequence[int], padding_mode: str) -> Window:
-    """The window of a filter table, as it is on the maps of q."""
+    """The window of a filter table, fitted to the maps of q."""
     *_, rows, columns, _ = table.shape
     window = Window((rows, columns), (dilation[0], dilation[1]), cast(PaddingMode, padding_mode))
-    return window.on((q.shape[-2], q.shape[-1]))
+    return window.fitted_to((q.shape[-2], q.shape[-1]))
 
 
 def _tiling(q: Tensor, table_k: Tensor, table_v: Tensor, window: Window, walks: int) -> Tiling:
@@ -265,7 +265,16 @@ def make_tiling(
     Args:
         walks: how many windows' reach a strip of rows needs of its neighbours: one forwards, two backwards.
     """
-    padded, exclude = window.padding_mode == "circular", window.padding_mode == "exclude"
+    padded = exclude = False
+    match window.padding_mode:
+        case "zeros":
+            pass
+        case "circular":
+            padded = True
+        case "exclude":
+            exclude = True
+        case _:
+            assert_never(window.padding_mode)
     lanes, taps, (border, margin) = PART_BYTES // itemsize, window.taps, window.reach
     lane_heads = math.gcd(heads, lanes)
     lane_images, head_blocks = lanes // lane_heads, heads // lane_heads

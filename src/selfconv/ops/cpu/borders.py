@@ -23,8 +23,8 @@ def repeat_border(f: Tensor, reach: Pair) -> Tensor:
     middle = padded.narrow(ROWS, reach[0], h)
     middle.narrow(COLUMNS, reach[1], w).copy_(f)
     for axis, part, r, n in ((COLUMNS, middle, reach[1], w), (ROWS, padded, reach[0], h)):
-        for there, here, length in _copies(n, r):
-            part.narrow(axis, there, length).copy_(part.narrow(axis, here, length))
+        for target, source, length in _copies(n, r):
+            part.narrow(axis, target, length).copy_(part.narrow(axis, source, length))
     return padded
 
 
@@ -33,22 +33,24 @@ def sum_border(gradient: Tensor, reach: Pair, out: Tensor) -> None:
     h, w = out.shape[-2:]
     middle = gradient.narrow(ROWS, reach[0], h)
     for axis, part, r, n in ((ROWS, gradient, reach[0], h), (COLUMNS, middle, reach[1], w)):
-        for there, here, length in reversed(list(_copies(n, r))):
-            part.narrow(axis, here, length).add_(part.narrow(axis, there, length))
+        for target, source, length in reversed(list(_copies(n, r))):
+            part.narrow(axis, source, length).add_(part.narrow(axis, target, length))
     out.copy_(middle.narrow(COLUMNS, reach[1], w))
 
 
 def _copies(n: int, reach: int) -> Iterator[tuple[int, int, int]]:
-    """Where each part of the border is, where its numbers come from, and its length.
+    """The copies that fill both borders of an axis, each as (where to, where from, length).
 
-    Outwards from the middle, so that a border longer than the image reads what is there already.
+    The axis holds the image of n numbers between two borders of ``reach``. A border that is longer than the
+    image takes several copies, the innermost first: each reads from n further inwards, where the image is or
+    what the copy before wrote.
     """
-    for stop in range(reach, 0, -n):
+    end = reach + n + reach
+    for stop in range(reach, 0, -n):  # the border before the image, in pieces that end at ``stop``
         start = max(stop - n, 0)
         yield start, start + n, stop - start
-    for start in range(reach + n, n + 2 * reach, n):
-        stop = min(start + n, n + 2 * reach)
-        yield start, start - n, stop - start
+    for start in range(reach + n, end, n):  # the border behind it, in pieces that begin at ``start``
+        yield start, start - n, min(n, end - start)
 
 
 def features_like(x: Tensor, channels: int, size: Pair, planes: int | None = None) -> Tensor:

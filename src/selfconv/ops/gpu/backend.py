@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import Tensor
@@ -193,7 +193,16 @@ register_vmap(_backward_op)
 
 def run(call: Call) -> Tensor:
     filters = (*call.steered(call.psi_k, call.beta_k), *call.steered(call.psi_v, call.beta_v))
-    mode = call.window.padding_mode
-    window = [*call.window.size, *call.window.dilation, mode == "circular", mode == "exclude"]
+    circular = exclude = False
+    match call.window.padding_mode:
+        case "zeros":
+            pass
+        case "circular":
+            circular = True
+        case "exclude":
+            exclude = True
+        case _:
+            assert_never(call.window.padding_mode)
+    window = [*call.window.size, *call.window.dilation, circular, exclude]
     out, _ = _forward_op(call.query, call.key, call.value, *filters, window, call.num_heads, call.scale)
     return out

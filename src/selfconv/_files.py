@@ -129,9 +129,14 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Raises ValueError if the content has a number that ``read_json`` would refuse."""
+    """Raises ValueError if the content has a number or a text that ``read_json`` would refuse."""
     text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
-    write_atomically(path, f"{text}\n".encode())
+    try:
+        encoded = f"{text}\n".encode()
+    except UnicodeEncodeError as error:  # bytes in the name of a file
+        line = text.splitlines()[text.count("\n", 0, error.start)].strip(" ,")
+        raise ValueError(f"{path}: expected names in UTF-8; got {line}") from None
+    write_atomically(path, encoded)
 
 
 # ---- reading ----

@@ -21,6 +21,16 @@ def escape_for_terminal(text: object) -> str:
     )
 
 
+def in_utf8(name: str) -> str:
+    """The name of a file as text: a byte that is not UTF-8 is written as ``\\udcff``.
+
+    Backslashes in such a name, or in one that looks like it, are doubled, so that no two names are alike.
+    """
+    if "\\udc" not in (text := name.encode("utf-8", "backslashreplace").decode()):
+        return text
+    return name.replace("\\", r"\\").encode("utf-8", "backslashreplace").decode()
+
+
 def one_line(error: BaseException) -> str:
     """The message of an error in one line."""
     if isinstance(error, OSError) and error.strerror is not None and error.filename is not None:

@@ -8,14 +8,14 @@ import shlex
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
 from selfconv._extras import require
-from selfconv._text import escape_for_terminal
+from selfconv._text import escape_for_terminal, in_utf8
 from selfconv.bench import BenchOptions
 from selfconv.cli.output import print_table, progress
 from selfconv.models import list_models
@@ -131,6 +131,7 @@ def predict(
                 failed += 1
                 print(f"selfconv: {answer}", file=sys.stderr)
                 continue
+            answer = replace(answer, file=in_utf8(answer.file))
             if json:
                 answers.append(asdict(answer))
             else:

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from selfconv._text import in_utf8
 from selfconv.data.formats import to_numbers
 from selfconv.data.pixels import MAX_CHANNELS, Clipping, DataError, PixelRange, choose_range, fit
 from selfconv.data.splits import Labels, leaks, split_off
@@ -242,7 +243,7 @@ def build(
     Args:
         pixels: the range that the stored integers represent; by default 0 to 255.
     """
-    pixels = PixelRange() if pixels is None else pixels
+    name, pixels = in_utf8(name), PixelRange() if pixels is None else pixels
     images = {part: _check_images(f"{name}: x_{part}", given.images) for part, given in arrays.items()}
     shapes = {part: stack.shape[1:] for part, stack in images.items()}
     if len(set(shapes.values())) > 1:

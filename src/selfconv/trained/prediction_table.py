@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from selfconv._text import escape_for_terminal
+from selfconv._text import escape_for_terminal, in_utf8
 from selfconv.data import Split, visible_channels
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class PredictionTable:
         text = io.StringIO()
         table = csv.writer(text, lineterminator="\n")
         table.writerow(["image", "class", "answer", "probability", *probability_columns(self.class_names)])
-        names = self.split.names if self.split.names else range(len(self.split))
+        names = map(in_utf8, self.split.names or map(str, range(len(self.split))))
         rows = zip(names, self.split.labels.tolist(), self.probabilities.tolist(), strict=True)
         for name, label, row in rows:
             answer = row.index(max(row))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -29,6 +30,11 @@ def in_utf8(name: str) -> str:
     if "\\udc" not in (text := name.encode("utf-8", "backslashreplace").decode()):
         return text
     return name.replace("\\", r"\\").encode("utf-8", "backslashreplace").decode()
+
+
+def nfc(name: str) -> str:
+    """A name in the usual spelling of Unicode: é may be one character or two, and is one name."""
+    return unicodedata.normalize("NFC", name)
 
 
 def one_line(error: BaseException) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +88,7 @@ class TestFolder:
         (root / "dog" / "raw" / "b.heic").write_text("x")
         (root / "dog" / "raw" / ".c.png").write_text("x")
         (root / "dog" / "a.heic").write_text("x")
-        with pytest.warns(UserWarning, match=r"ignored 2 entries .*; the first is dog/a.heic"):
+        with pytest.warns(UserWarning, match=r"ignored 2 files that are no images; the first is dog/a.heic"):
             load_data(root)
 
     @pytest.mark.parametrize("part", ["", "train"])
@@ -95,14 +97,27 @@ class TestFolder:
         paint(root / part / "stray.png", 7)
         first = Path(part) / "stray.png"
         with pytest.warns(
-            UserWarning, match=f"ignored 1 images that are in no class folder; the first is {first}"
+            UserWarning, match=f"ignored 1 image outside the folders of classes; the first is {first}"
         ):
             assert len(load_data(root).everything) == 20
 
     def test_links_to_nothing(self, tmp_path: Path) -> None:
         root = gallery(tmp_path / "pets")
         (root / "cat" / "x.tif").symlink_to(tmp_path / "nowhere.tif")
-        fails("pets/cat/x.tif: No such file or directory", root)
+        fails(
+            r"pets/cat/x.tif: expected a link to .*; got one to .*/nowhere.tif, which does not exist$", root
+        )
+
+    @pytest.mark.parametrize("where", [".", "cat", "cat/deep"])
+    @pytest.mark.parametrize("name", ["batch2", "x.png", "notes.txt"])
+    def test_links_to_nothing_anywhere(self, tmp_path: Path, where: str, name: str) -> None:
+        root = gallery(tmp_path / "pets")
+        (root / where).mkdir(exist_ok=True)
+        (root / where / f".{name}").symlink_to("/mnt/not_mounted")  # hidden
+        load_data(root)
+        (root / where / name).symlink_to("/mnt/not_mounted/batch2")
+        why = "expected a link to a file or folder; got one to /mnt/not_mounted/batch2, which does not exist$"
+        fails(rf"{Path('pets') / where / name}: {why}", root)
 
     def test_capitals_of_parts(self, tmp_path: Path) -> None:
         gallery(gallery(tmp_path, "Train"), "TEST", 3)
@@ -121,9 +136,9 @@ class TestFolder:
         (root / "cat" / "notes").write_text("text")
         with pytest.warns(UserWarning, match="pets: ") as found:
             data = load_data(root)
-        second, first = sorted(str(warning.message) for warning in found)
-        assert "pets: ignored 1 entries that are not images; the first is cat/notes" in first
-        assert "pets: 1 images are in subfolders of a class folder and belong to that class; " in second
+        first, second = sorted(str(warning.message) for warning in found)
+        assert "pets: ignored 1 file that is no image; the first is cat/notes" in first
+        assert "pets: read 1 image in subfolders of a class folder as an image of that class; " in second
         assert "the first is dog/2024/may/x.png (class 'dog')" in second
         everything = data.everything
         labels = dict(zip(everything.names, everything.labels.tolist(), strict=True))
@@ -239,7 +254,9 @@ class TestFolder:
     def test_a_class_folder_that_is_a_dead_link(self, tmp_path: Path, where: str) -> None:
         root = gallery(tmp_path / "fields", where)
         (root / where / "eel").symlink_to(tmp_path / "gone")
-        with pytest.raises(DataError, match=r"eel: expected a link to a folder; .*gone does not exist$"):
+        with pytest.raises(
+            DataError, match=r"eel: expected a link to .*; got one to .*/gone, which does not exist$"
+        ):
             load_data(root)
 
     def test_links_to_folders_of_a_class(self, tmp_path: Path) -> None:
@@ -255,6 +272,34 @@ class TestFolder:
             DataError, match="loop/cat: expected a link to another folder; got one to a folder that"
         ):
             load_data(root)
+
+    def test_data_sets_of_another_kind(self, tmp_path: Path) -> None:
+        """In a folder that has no images, or one folder with others."""
+        root = tmp_path / "hub"
+        (root / "data").mkdir(parents=True)
+        (root / "data" / "train-00000.parquet").write_text("x")
+        fails("expected at least two classes; got data: for the Parquet files in it, give .*hub/data$", root)
+        root = gallery(tmp_path / "arrays")
+        (root / "eel").mkdir()
+        (root / "eel" / "x.npz").write_text("x")
+        fails(
+            r"of class 'eel' to train on; got none: eel/x.npz is an archive, .* save each image as \.npy",
+            root,
+        )
+
+    def test_one_name_in_two_spellings(self, tmp_path: Path) -> None:
+        """é is one character or two; macOS writes two."""
+        one, two = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
+        for root, spelling in ((tmp_path / "a", one), (tmp_path / "b", two)):
+            gallery(root, "train", classes=(spelling, "cag"))
+            gallery(root, "test", classes=(one, "cag"))
+        a, b = load_data(tmp_path / "a"), load_data(tmp_path / "b")
+        assert a.class_names == b.class_names
+        assert {*a.class_names} == {one, "cag"}
+        assert b.test.labels.tolist().count(b.class_names.index(one)) == 10
+        paint(tmp_path / "b" / "train" / one / "x.png", 3)
+        both = re.escape(f"{two!a} and {one!a}")  # in ASCII, where they differ
+        fails(f"expected one folder for each class; got {both} in .*b/train, two spellings", tmp_path / "b")
 
     def test_known_names_take_precedence_over_folders(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -218,6 +219,51 @@ class TestManifest:
         parts = [{int(name.split(".")[0]) for name in part.names} for part in data.parts]
         assert sum(bool(part & {*range(30, 40)}) for part in parts) == 1  # the group stays together
         assert sum(bool(part & {*range(30)}) for part in parts) > 1  # those without one do not
+
+    def test_labels_in_two_spellings(self, tmp_path: Path) -> None:
+        """They are one class, and one group."""
+        spellings = [unicodedata.normalize(form, "é") for form in ("NFC", "NFD")]
+        rows = []
+        for i in range(40):
+            Image.fromarray(np.full((8, 8), 6 * i, np.uint8)).save(tmp_path / f"{i}.png")
+            spelling = spellings[i // 20]
+            rows.append(f"{i}.png,{spelling if i % 2 else 'b'},{spelling if i % 10 == 0 else i}")
+        data = load_data(manifest(tmp_path / "x.csv", "path,label,group", *rows))
+        assert data.class_names == ("b", spellings[0])
+        parts = [{int(name.split(".")[0]) for name in part.names} for part in data.parts]
+        assert sum(bool(part & {0, 10, 20, 30}) for part in parts) == 1
+
+    @pytest.mark.parametrize("link", ["ln.png", "linked/1.png"])
+    def test_a_link_with_another_label(self, tmp_path: Path, link: str) -> None:
+        (tmp_path / "a").mkdir()
+        Image.new("L", (8, 8)).save(tmp_path / "a" / "1.png")
+        (tmp_path / "ln.png").symlink_to("a/1.png")
+        (tmp_path / "linked").symlink_to("a")
+        path = manifest(tmp_path / "x.csv", "path,label", "a/1.png,a", f"{link},b")
+        with pytest.raises(DataError, match=f"line 3: .*; {link} is 'b', and 'a' in line 2$"):
+            load_data(path)
+
+    @pytest.mark.parametrize(
+        ("lines", "number", "why"),
+        [
+            (
+                [b"path,label", b"1.png,a", b"", b'"1"x.png,b', b"2.png,b"],
+                4,
+                "expected cells in CSV .',' expected",
+            ),
+            (
+                [b"path,label", b"1.png,a", b'2.png,"b', b"3.png,c"],
+                3,
+                "expected cells in CSV .unexpected end of",
+            ),
+            ([b'"path,label', b"1.png,a"], 1, "expected cells in CSV .unexpected end of"),
+            ([b"path,label", b"1.png,a", b"caf\xe9.png,a"], 3, "expected text in UTF-8; got the byte 0xe9"),
+        ],
+    )
+    def test_what_is_not_csv(self, tmp_path: Path, lines: list[bytes], number: int, why: str) -> None:
+        (tmp_path / "x.csv").write_bytes(b"\n".join(lines) + b"\n")
+        with pytest.raises(DataError, match=rf"x\.csv, line {number}: {why}"):
+            load_data(tmp_path / "x.csv")
 
     def test_parquet_that_does_not_exist(self, tmp_path: Path) -> None:
         with pytest.raises(DataError, match="no such file or folder"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import unicodedata
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from selfconv._text import in_utf8
+from selfconv._text import in_utf8, nfc
 from selfconv.data.formats import to_numbers
 from selfconv.data.pixels import MAX_CHANNELS, Clipping, DataError, PixelRange, choose_range, fit
 from selfconv.data.splits import Labels, leaks, split_off
@@ -397,9 +396,8 @@ def _check_classes(
             label.encode()
         except UnicodeEncodeError:
             raise DataError(f"{name}: expected class names that are text in UTF-8; got {label!r}") from None
-    names = Counter(
-        unicodedata.normalize("NFC", label) for label in class_names or ()
-    )  # é in either spelling
+    class_names = None if class_names is None else [nfc(label) for label in class_names]
+    names = Counter(class_names or ())
     if twice := [label for label, n in names.items() if n > 1]:
         raise DataError(f"{name}: expected a name of its own for each class; got {twice[0]!r} more than once")
     if count < 2:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from selfconv._files import check_file
-from selfconv._text import count
+from selfconv._files import FileRefused, check_file
+from selfconv._text import count, nfc
 from selfconv.data.dataset import Dataset, SourcePart, build
 from selfconv.data.decoding import decode_all
 from selfconv.data.images import (
@@ -129,7 +131,7 @@ def _matcher(pattern: str, columns: Sequence[str] = ()) -> Callable[[str], str]:
             raise GroupError(
                 f"group_by: expected the parentheses of {pattern!r} to match in every file; not in {name}"
             )
-        return match[1] if compiled.groups else match[0]
+        return nfc(match[1] if compiled.groups else match[0])
 
     return find
 
@@ -147,11 +149,13 @@ def _scan(root: Path) -> dict[str, Files]:
         parts = {"train": _scan_classes(root, folders, ignored)}
     train = parts["train"]
     if len(train) < 2:
-        raise DataError(f"{root}: expected at least two classes; got {', '.join(train) or 'none'}")
+        found = ", ".join(train) or "none"
+        raise DataError(f"{root}: expected at least two classes; got {found}{_instead(root, ignored)}")
     for name, images in train.items():
         if not images:
             known = " ".join(sorted(IMAGE_SUFFIXES))
-            raise DataError(f"{root}: expected images ({known}) of class {name!r} to train on; got none")
+            expected = f"expected images ({known}) of class {name!r} to train on"
+            raise DataError(f"{root}: {expected}; got none{_instead(root, ignored)}")
     for part, classes in parts.items():
         unknown = [c for c in classes if c not in train]
         if unknown:
@@ -159,22 +163,33 @@ def _scan(root: Path) -> dict[str, Files]:
         if not any(classes.values()):
             raise DataError(f"{root}: expected images in {part}/; got none")
     for paths, kind in (
-        (ignored, "entries that are not images"),
-        (stray, "images that are in no class folder"),
+        (
+            ignored,
+            count(len(ignored), "file")
+            + (" that is no image" if len(ignored) == 1 else " that are no images"),
+        ),
+        (stray, f"{count(len(stray), 'image')} outside the folders of classes"),
     ):
         if paths:
-            first = paths[0].relative_to(root)
-            warnings.warn(f"{root}: ignored {len(paths)} {kind}; the first is {first}", stacklevel=5)
+            warnings.warn(f"{root}: ignored {kind}; the first is {paths[0].relative_to(root)}", stacklevel=5)
     return parts
+
+
+def _instead(root: Path, ignored: list[Path]) -> str:
+    """What a folder has instead of images, if that is a data set of another kind, and how to give it."""
+    for path in ignored:
+        if path.suffix.lower() == ".parquet":
+            return f": for the Parquet files in it, give {path.parent}"
+        if path.suffix.lower() == ".npz":
+            name = path.relative_to(root)
+            return f": {name} is an archive, which is a data set by itself; save each image as .npy"
+    return ""
 
 
 def _folders_in(folder: Path, stray: list[Path]) -> list[Path]:
     """The folders in a folder; images beside them go to ``stray``."""
     found = _visible(folder)
     stray += [path for path in found if is_image_name(path)]
-    for path in found:  # links to nothing that have an image's name are errors where they are decoded
-        if path.is_symlink() and not path.exists() and path not in stray:
-            raise DataError(f"{path}: expected a link to a folder; {path.readlink()} does not exist")
     return [path for path in found if path.is_dir()]
 
 
@@ -196,19 +211,27 @@ def _scan_parts(root: Path, folders: list[Path], ignored: list[Path], stray: lis
 def _scan_classes(root: Path, folders: list[Path], ignored: list[Path]) -> Files:
     classes: Files = {}
     deeper: list[tuple[Path, str]] = []
-    for folder in folders:
-        images = classes[folder.name] = []
+    named: dict[str, Path] = {}
+    for folder in sorted(folders, key=lambda folder: nfc(folder.name)):
+        name = nfc(folder.name)
+        if (other := named.setdefault(name, folder)) is not folder:  # which only ASCII tells apart
+            raise DataError(
+                f"expected one folder for each class; got {other.name!a} and {folder.name!a} in "
+                f"{folder.parent}, two spellings of {name!r} in Unicode"
+            )
+        images = classes[name] = []
         for path in _files_in(folder):
             if is_image_name(path):
                 images += _items(path, path.relative_to(root).as_posix(), root)
-                deeper += [(path, folder.name)] if path.parent != folder else []
+                deeper += [(path, name)] if path.parent != folder else []
             else:
                 ignored.append(path)
     if deeper:
         first, name = deeper[0]
+        as_what = "an image" if len(deeper) == 1 else "images"
         warnings.warn(
-            f"{root}: {len(deeper)} images are in subfolders of a class folder and belong to that class; the "
-            f"first is {first.relative_to(root)} (class {name!r})",
+            f"{root}: read {count(len(deeper), 'image')} in subfolders of a class folder as {as_what} of "
+            f"that class; the first is {first.relative_to(root)} (class {name!r})",
             stacklevel=6,
         )
     return classes
@@ -230,8 +253,15 @@ def _files_in(folder: Path, above: tuple[Path, ...] = ()) -> list[Path]:
 
 
 def _visible(folder: Path) -> list[Path]:
-    """What is in a folder, in order of name, but nothing hidden."""
-    return [path for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
+    """What is in a folder, in order of name, but nothing hidden. Raises DataError for a link to nothing."""
+    found = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
+    for path in found:
+        if path.is_symlink() and not path.exists():
+            target = path.readlink()
+            raise DataError(
+                f"{path}: expected a link to a file or folder; got one to {target}, which does not exist"
+            )
+    return found
 
 
 def _items(path: Path, name: str, what: Path) -> list[Item]:
@@ -302,7 +332,7 @@ def _check_labels(path: Path, numbered: Sequence[tuple[int, dict[str, str]]]) ->
     for number, row in numbered:
         if not row["path"] or not row["label"]:
             raise DataError(f"{path}, line {number}: expected a path and a label; got an empty one")
-        label, first = labels.setdefault(os.path.abspath(path.parent / row["path"]), (row["label"], number))
+        label, first = labels.setdefault(os.path.realpath(path.parent / row["path"]), (row["label"], number))
         if first != number:
             repeated.append(f"{row['path']} in line {number}, as in line {first}")
         if label != row["label"]:
@@ -329,20 +359,43 @@ def _check_files(path: Path, numbered: Sequence[tuple[int, dict[str, str]]]) -> 
 
 
 def _rows(path: Path) -> list[tuple[int, dict[str, str]]]:
-    """The lines by column, each with its number in the file, without spaces around the cells."""
-    try:
-        check_file(path, MANIFEST_BYTES)
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file, restkey="more", restval="", strict=True, skipinitialspace=True)
-            columns = [column.strip() for column in reader.fieldnames or ()]
-            rows = [(reader.line_num, row) for row in reader]
-    except (ValueError, csv.Error) as error:
-        raise DataError(f"{path}: expected a CSV file in UTF-8 ({error})") from None
+    """The lines by column, each with its number in the file, without spaces around the cells.
+
+    All cells but paths are in one spelling of Unicode.
+    """
+    [(_, first), *rows] = _cells(path) or [(1, [])]
+    columns = [column.strip() for column in first]
     for column in filter(None, columns):
         if (times := columns.count(column)) > 1:
             raise DataError(f"{path}: expected every column once; got {column!r} {times} times")
     if not rows:
         raise DataError(f"{path}: expected a line of column names and a line for each image; got none")
-    if long := [number for number, row in rows if "more" in row]:
+    if long := [number for number, row in rows if len(row) > len(columns)]:
         raise DataError(f"{path}, line {long[0]}: expected as many columns as the first line has; got more")
-    return [(number, {key.strip(): cell.strip() for key, cell in row.items()}) for number, row in rows]
+    found = []
+    for number, row in rows:
+        cells = dict(zip_longest(columns, (cell.strip() for cell in row), fillvalue=""))
+        found.append((number, {key: cell if key == "path" else nfc(cell) for key, cell in cells.items()}))
+    return found
+
+
+def _cells(path: Path) -> list[tuple[int, list[str]]]:
+    """The lines of a CSV file that are not empty, each with the number of its first line in the file."""
+    try:
+        check_file(path, MANIFEST_BYTES)
+    except FileRefused as error:
+        raise DataError(f"{path}: {error}") from None
+    content, rows, number = path.read_bytes(), list[tuple[int, list[str]]](), 1
+    try:
+        text = content.decode("utf-8-sig")
+        lines = csv.reader(io.StringIO(text, newline=""), strict=True, skipinitialspace=True)
+        for cells in lines:
+            rows += [(number, cells)] if cells else []
+            number = lines.line_num + 1
+    except UnicodeDecodeError as error:
+        number = error.object.count(b"\n", 0, error.start) + 1
+        found = f"expected text in UTF-8; got the byte 0x{error.object[error.start]:02x}"
+        raise DataError(f"{path}, line {number}: {found}") from None
+    except csv.Error as error:
+        raise DataError(f"{path}, line {number}: expected cells in CSV ({error})") from None
+    return rows

@@ -18,6 +18,7 @@ from PIL import Image
 
 from selfconv import __version__, cli
 from selfconv.data import load_data
+from selfconv.models import load_initial
 from selfconv.train import Run
 from selfconv.trained import evaluate_model, exporting, open_trained
 
@@ -180,6 +181,32 @@ def test_audit(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "not equivariant to p4" in " ".join(printed.out.split())
     assert printed.err == ""
     assert run_cli("audit", "p4resnet29", "--size", "16", "--downsample", "pool") == 0
+
+
+def test_a_name_wins_over_a_folder_without_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folders of a plan have the names of models; those of runs and saved models win over a name."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("resnet29_asc", "digits_asc"):
+        Path(name, "seed-0").mkdir(parents=True)
+    shipped = open_trained("digits_asc").model
+    assert load_initial("digits_asc").config == shipped.config
+    assert run_cli("audit", "digits_asc", "--size", "16") == 0
+    assert run_cli("audit", "resnet29_asc", "--size", "16") == 0
+    assert run_cli("train", "--data", "digits", "--init", "resnet29_asc", "--out", "run") == 2
+    assert "expected the folder of a finished run or of a saved model" in capsys.readouterr().err
+    assert run_cli("audit", "missing/", "--size", "16") == 2
+    assert "unknown model 'missing/'" in capsys.readouterr().err
+    Path("empty").mkdir()
+    assert run_cli("audit", "empty", "--size", "16") == 2
+    assert "expected the folder of a run or of a saved model" in capsys.readouterr().err
+
+    shipped.save_pretrained("resnet29_asc")
+    for model in (open_trained("resnet29_asc").model, load_initial("resnet29_asc")):
+        assert model.config == shipped.config
+    assert run_cli("audit", "resnet29_asc", "--size", "16", "--stem", "conv") == 2
+    assert "got the trained model resnet29_asc" in capsys.readouterr().err
 
 
 def test_help_names_every_command_and_option() -> None:

@@ -220,11 +220,13 @@ def audit(
     """
     from selfconv.models import create_model, list_models
     from selfconv.testing import audit as audit_model
+    from selfconv.train import holds_model
     from selfconv.trained import open_trained
 
     if size < 1:
         raise ValueError(f"size: expected a positive number of pixels; got {size}")
-    if not (Path(model).exists() or model in list_models(pretrained=True)):
+    trained = holds_model(Path(model)) or model in list_models(pretrained=True)
+    if not trained and (model in list_models() or not Path(model).exists()):
         network = create_model(model, downsample=downsample, stem=stem)
     elif downsample is None and stem is None:
         network = open_trained(model).model

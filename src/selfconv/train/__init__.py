@@ -31,7 +31,7 @@ from selfconv.train.stopping import (
 if TYPE_CHECKING:
     from selfconv.train.files.checkpoints import Checkpoint, load_last
     from selfconv.train.files.record import BestEpoch, EpochMetrics, Machine, Record, initial_options
-    from selfconv.train.files.runs import Run, open_data, read_metrics
+    from selfconv.train.files.runs import Run, holds_model, open_data, read_metrics
     from selfconv.train.files.state import MetricTotals
     from selfconv.train.lr_range import LearningRateRange, find_learning_rate
     from selfconv.train.progress import Progress, Watch
@@ -49,7 +49,7 @@ else:
         **{
             "files.checkpoints": ["Checkpoint", "load_last"],
             "files.record": ["BestEpoch", "EpochMetrics", "Machine", "Record", "initial_options"],
-            "files.runs": ["Run", "open_data", "read_metrics"],
+            "files.runs": ["Run", "holds_model", "open_data", "read_metrics"],
             "files.state": ["MetricTotals"],
         },
     )
@@ -86,6 +86,7 @@ __all__ = [
     "differences",
     "fast_recipe",
     "find_learning_rate",
+    "holds_model",
     "initial_options",
     "is_out_of_memory",
     "load_last",

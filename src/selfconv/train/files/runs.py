@@ -141,6 +141,11 @@ class Run:
         return read_metrics(path) if path.exists() else []
 
 
+def holds_model(folder: Path) -> bool:
+    """Whether it is the folder of a run or of a saved model; the path of any other may be a model's name."""
+    return Run(folder).exists or (folder / "model.safetensors").exists()
+
+
 def _read(kind: type[Kind], path: Path) -> Kind:
     try:
         return read_as(kind, path)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.tiny_models import tiny_options, with_active_norms
-from helpers.tiny_runs import run_cli, tiny_config, tiny_data
+from helpers.tiny_runs import OPTIONS, run_cli, tiny_data
 
 from selfconv import convert, create_model
 from selfconv.examples import Autoencoder, UNet
@@ -31,7 +31,6 @@ from selfconv.nn import (
 from selfconv.ops import BACKENDS, affine_self_conv
 from selfconv.study import write_report
 from selfconv.testing import assert_equivariant, audit
-from selfconv.train import train
 from selfconv.trained import evaluate, open_trained
 from selfconv.visualize import class_activation_maps, equivariance_view, look, write_figures
 
@@ -78,9 +77,8 @@ def test_networks(group: Group, name: str) -> None:
 
 
 def test_training_report_and_pictures(group: Group, tmp_path: Path) -> None:
-    config = tiny_config(tiny_data(tmp_path), "resnet29_asc", epochs=1)
-    config = config.replaced("model", group=group.name, num_heads=2)
-    train(config, tmp_path / "run", quiet=True)
+    options = ["--model", "resnet29_asc", "--group", group.name, "--num-heads", "2", *OPTIONS]
+    assert run_cli("train", "--data", tiny_data(tmp_path), "--out", tmp_path / "run", *options) == 0
     trained = open_trained(tmp_path / "run")
     assert trained.model.group == group
     evaluate(trained, pictures=False)

@@ -39,8 +39,8 @@ __all__ = ["AsEscnn", "FromEscnn", "from_escnn", "group_of", "to_escnn"]
 def group_of(gspace: Any) -> Group:
     """The group with the elements of an escnn space: p4 for ``rot2dOnR2(4)``, c8 for ``rot2dOnR2(8)``.
 
-    For a space that matches none of ``selfconv.groups.GROUPS``, such as ``rot2dOnR2(2)``, a new group is
-    created, with its elements in escnn's order.
+    For a space that matches none of ``selfconv.groups.GROUPS`` a new group is created, with its elements in
+    escnn's order, and named as escnn names the space.
     """
     matrices = _matrices(gspace)
     for group in GROUPS.values():

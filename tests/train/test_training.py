@@ -16,10 +16,12 @@ import torch.nn.functional as F
 from helpers.tiny_runs import same_weights, tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from selfconv._memory import keep_memory
 from selfconv.data import Batches, load_data
 from selfconv.models import ResNet, create_model
+from selfconv.nn import GroupBatchNorm, GroupLayerNorm
 from selfconv.train import (
     RECIPES,
     Diverged,
@@ -170,6 +172,22 @@ def test_what_weight_decay_acts_on(model: str, decay: Literal["all", "maps"]) ->
     for name, value in decays.items():
         spared = re.search(r"psi|beta|b_in|norm|bias", name) is not None
         assert value == (0.0 if spared and decay == "maps" else 0.5), name
+
+
+def test_no_norm_decays_with_the_maps() -> None:
+    class OwnNorm(nn.LayerNorm):
+        pass
+
+    norms = [
+        GroupBatchNorm(4, group="p4"), GroupLayerNorm(4, group="p4"), nn.BatchNorm1d(4),
+        nn.LayerNorm([4, 8, 8]), OwnNorm(4), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4, affine=True),
+        nn.RMSNorm([4, 8]),
+    ]  # fmt: skip
+    maps = [nn.Conv2d(3, 4, 3), nn.Linear(4, 2)]
+    decaying, others = parameter_groups(nn.Sequential(*norms, *maps), Recipe(decay="maps"))
+    assert {*decaying["params"]} == {layer.weight for layer in maps}
+    assert others["weight_decay"] == 0
+    assert len(parameter_groups(nn.Sequential(*norms, *maps), Recipe(decay="all"))) == 1
 
 
 @given(st.integers(1, 40), st.lists(st.integers(1, 16), min_size=1, max_size=8, unique=True))

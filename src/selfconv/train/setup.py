@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 
 from selfconv._extras import require
 from selfconv._memory import machine_memory
@@ -18,6 +18,8 @@ from selfconv.train.config import Hardware, Recipe, RunConfig
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)  # the first: batch and instance norms
 
 
 def make_accelerator(hardware: Hardware) -> Accelerator:
@@ -64,15 +66,22 @@ def make_optimizer(network: nn.Module, recipe: Recipe) -> torch.optim.SGD:
 
 
 def parameter_groups(network: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
-    """Parameter groups for an optimizer: parameters with weight decay first, then the others."""
+    """Parameter groups for an optimizer: parameters with weight decay first, then the others, if any.
+
+    With ``decay="all"`` every parameter decays. With ``"maps"`` only weights of convolutions and linear maps
+    do: parameters called ``weight``, or ``w_in`` and ``w_out`` in attention layers, of modules that are not
+    norms. ψ, β, biases and the scale of a norm do not.
+    """
     decays: list[nn.Parameter] = []
     rests: list[nn.Parameter] = []
     for module in network.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            is_map = name in ("weight", "w_in", "w_out") and not isinstance(module, _BatchNorm)
+            is_map = name in ("weight", "w_in", "w_out") and not isinstance(module, NORMS)
             (decays if recipe.decay == "all" or is_map else rests).append(parameter)
     groups: list[dict[str, Any]] = [{"params": decays, "weight_decay": recipe.weight_decay}]
-    return groups + [{"params": rests, "weight_decay": 0.0}] * bool(rests)
+    if rests:
+        groups.append({"params": rests, "weight_decay": 0.0})
+    return groups
 
 
 def balanced_weights(labels: Tensor, classes: int) -> Tensor:

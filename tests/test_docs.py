@@ -19,6 +19,8 @@ from helpers import source_of
 from helpers.pages import PAGES, ROOT, blocks, check_options, commands, compare, run_console, run_page
 from helpers.timm_import import import_timm
 
+from selfconv.data import IMAGE_FORMATS
+
 formulas = runpy.run_path(str(ROOT / "docs" / "formulas.py"))
 RUN = [page for page in PAGES if any(block.kind in ("python", "console") for block in blocks(page))]
 SHOWN = [args for page in PAGES for args in commands(page)]
@@ -51,6 +53,19 @@ def test_python_that_needs_data_compiles() -> None:
         for block in blocks(page):
             if block.kind == "py":
                 compile(block.text, str(page), "exec")
+
+
+def test_lists_of_image_formats() -> None:
+    found = {}
+    for page in [*PAGES, ROOT / "SECURITY.md"]:
+        text = " ".join(page.read_text("utf-8").split())
+        lists = re.findall(f"{IMAGE_FORMATS[0]}, .*?{IMAGE_FORMATS[-1]}", text)
+        for names in lists:
+            names = re.sub(r" \([^)]*\)", "", names)  # as in PPM (and PGM)
+            assert tuple(re.split(", | and ", names)) == IMAGE_FORMATS, page
+        if lists:
+            found[page.name] = len(lists)
+    assert found == {"data.md": 2, "explore.md": 1, "training.md": 1, "SECURITY.md": 1}
 
 
 def test_make_has_the_targets_that_pages_name() -> None:

@@ -121,7 +121,9 @@ class Evaluation:
         if quality is not None:
             views.add_row("95% interval of the accuracy", _interval(quality.accuracy_interval))
             views.add_row("balanced accuracy (mean over classes)", f"{quality.balanced_accuracy:.2%}")
-            views.add_row("its 95% interval", _interval(quality.balanced_accuracy_interval))
+            views.add_row(
+                "95% interval of the balanced accuracy", _interval(quality.balanced_accuracy_interval)
+            )
             views.add_row("area under the ROC curve (mean)", _percent(quality.roc_auc))
             views.add_row("expected calibration error", f"{quality.calibration_error:.2%}")
         classes = Table("class")

@@ -3,7 +3,8 @@
     out(y) = Σ_p L(p − S⁻¹y) x(p) / Σ_p L(p − S⁻¹y)
 
 with L(u) = sinc(u) sinc(u/3) along rows and columns, over the 6×6 pixels p around S⁻¹y. For measuring and for
-showing: no layer interpolates.
+showing: no layer interpolates. ``round_mask`` keeps the disc that every rotation maps to itself: the
+corners of a rotated image leave the frame, so they cannot be compared, and show its angle.
 """
 
 from __future__ import annotations

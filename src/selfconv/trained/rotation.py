@@ -2,7 +2,8 @@
 
 The mask is the inscribed disc of the image, with the mean colour outside, so that the corners of a rotated
 square do not reveal its angle. It is applied at every angle, 0° included. Rotations by multiples of 90°
-permute pixels; other angles interpolate bicubically.
+permute pixels; other angles interpolate bicubically, by one operator of torch: ``_resample.resample``, with
+which equivariance is measured, reads 36 pixels in turn, and a curve turns up to 2,000 images 20 times.
 """
 
 from __future__ import annotations

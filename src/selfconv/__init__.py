@@ -1,4 +1,5 @@
-"""Affine Self Convolution: convolution whose filters depend on the data, equivariant to Z2, p4 or p4m."""
+"""Affine Self Convolution: convolution whose filters depend on the data, equivariant to shifts and to a group
+of rotations and reflections, such as p4, p4m or c8."""
 
 from typing import TYPE_CHECKING
 

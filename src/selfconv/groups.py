@@ -146,13 +146,13 @@ class Group:
 
     @cached_property
     def factors(self) -> tuple[tuple[int, int], ...]:
-        """Each element s as q·r, where q is exact and r is shared by all s that differ by an exact element.
+        """Each element s as q·r with q exact; of all r = q⁻¹s the least, shared by all s that differ by a q.
 
         Only r is applied by interpolation, so exact elements remain exact.
         """
         exact = [q for q in self if self.exact[q]]
-        by_r = [{self.product[self.inverse[q]][s]: q for q in exact} for s in self]
-        return tuple((found[min(found)], min(found)) for found in by_r)
+        least = [min((self.product[self.inverse[q]][s], q) for q in exact) for s in self]
+        return tuple((q, r) for r, q in least)
 
     @cached_property
     def element_names(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""``selfconv bench``: how fast the operation and the networks are, beside what they stand in for.
+"""``selfconv bench``: how fast the operation and the networks are, compared with convolution.
 
 Nothing is timed before it agrees with the reference. Each time is the minimum over interleaved repetitions,
 so that ratios hold on a noisy machine; memory is the maximum that torch's allocator held.

@@ -84,7 +84,7 @@ def read_results(path: Path) -> Results:
 
 
 def joined(earlier: Results, later: Results) -> Results:
-    """The later, and what it lacks, operation or networks, from an earlier one on the same machine."""
+    """The later results, with the parts that they lack taken from earlier ones on the same machine."""
     if earlier.machine != later.machine:
         return later
     base = later if later.ops else earlier  # GFLOP/s stand beside the matrix product of their own run

@@ -1,4 +1,8 @@
-"""The ``selfconv`` command."""
+"""The ``selfconv`` command.
+
+A subcommand makes one call of the package from its options. What the user can mend is an error of one line on
+stderr, with exit code 2.
+"""
 
 from selfconv.cli.command_line import main, parse
 from selfconv.cli.commands import COMMANDS, TRAINED_HELP

@@ -35,7 +35,7 @@ def progress(title: str, *, hidden: bool = False) -> Iterator[Callable[[float, s
 
 
 def print_table(table: Any) -> None:
-    """To the width of the terminal, or 120 columns if the output is not one."""
+    """Prints a table as wide as the terminal, or 120 columns wide if the output is not one."""
     from rich.console import Console
 
     Console(width=None if sys.stdout.isatty() else 120).print(table)

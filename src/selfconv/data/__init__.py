@@ -1,4 +1,5 @@
-"""Loads data sets: digits from the package, CIFAR, a folder or list of images, arrays in an ``.npz`` file.
+"""Loads data sets: digits from the package, CIFAR, images in folders, lists or Parquet files, ``.npz``
+arrays, the Hugging Face Hub.
 
 >>> data = load_data("digits")
 >>> data.num_classes, data.in_channels, data.size

@@ -16,7 +16,7 @@ from selfconv.data.sources.listing import Listing, list_folder, list_manifest, l
 from selfconv.data.sources.npz import load_digits, load_npz
 
 NAMES = ("digits", *ARCHIVES)
-"""Of the data sets that are found by name; their images have 8 bits."""
+"""Names of the built-in data sets; their images have 8 bits."""
 
 
 def default_cache() -> Path:

@@ -251,7 +251,7 @@ def _addition(conv: Conv, owners: Counter[int]) -> str | None:
 
 
 def _names(module: nn.Module) -> set[str]:
-    """Of all that an instance holds."""
+    """The names of all attributes, parameters, buffers and modules of an instance."""
     return {*vars(module), *module._parameters, *module._buffers, *module._modules}
 
 

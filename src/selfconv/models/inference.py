@@ -48,7 +48,7 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
             if is_unmodified(child, Bottleneck) and _writes_new_maps(child):  # type: ignore[arg-type]
                 setattr(parent, name, _InPlaceBottleneck(child))  # type: ignore[arg-type]
     optimized.eval().requires_grad_(False)
-    # of this instance, so that a refused call changes no layer: the layers refuse one after another
+    # nn.Module.train changes one layer after another until one refuses; this function asks all of them first
     optimized.train = partial(_refuse_training, optimized)  # type: ignore[method-assign]
     return optimized
 
@@ -66,7 +66,7 @@ class _InPlaceBottleneck(nn.Module):
 
     def __init__(self, block: Bottleneck) -> None:
         super().__init__()
-        # without the empty modules around them, whose calls take a tenth of the time for one image
+        # the layers alone: around them are modules without effect, whose calls take a tenth of the time
         self.reduce, self.spatial, self.expand = block.reduce.conv, block.spatial.conv, block.expand.conv
         self.se, self.shortcut = (
             None if is_unmodified(layer, nn.Identity) else layer for layer in (block.se, block.shortcut)

@@ -1,4 +1,8 @@
-"""The operation as a function: ``affine_self_conv``, and ``affine_conv``, its form without attention."""
+"""The operation as a function: ``affine_self_conv``, and ``affine_conv``, its form without attention.
+
+``reference`` is its specification, the paper's equations in plain loops, against which every other backend is
+tested. The README beside this file has the notation, the gradients and how the kernels work.
+"""
 
 from __future__ import annotations
 

@@ -52,9 +52,9 @@ class Trial:
 
 
 def _folder(model: ModelOptions, recipe: Mapping[str, Any]) -> str:
-    """Of a line, by what it changes in its network and its recipe."""
-    changed = {key: value for key, value in model.overrides().items() if value is not None}
-    return model.name + "".join(f"-{key}={_text(value)}" for key, value in (changed | {**recipe}).items())
+    """The folder name of a line: its model, and what it changes in network and recipe."""
+    changed = {key: value for key, value in model.overrides().items() if value is not None} | dict(recipe)
+    return "-".join([model.name, *(f"{key}={_text(value)}" for key, value in changed.items())])
 
 
 def _text(value: object) -> str:
@@ -155,7 +155,7 @@ class Line:
 
     @property
     def names(self) -> tuple[str, str]:
-        """Of the network, which other lines may share, and of its folder."""
+        """The name of the network, which other lines may share, and that of the line's folder."""
         return self.model.name, _folder(self.model, self.recipe)
 
 

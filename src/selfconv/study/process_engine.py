@@ -136,7 +136,7 @@ class _Worker:
     def __init__(self, threads: int, heard: SimpleQueue[tuple[_Worker, Message | None]]) -> None:
         self._errors = TemporaryFile()  # noqa: SIM115  (open until the process has ended)
         self._process = subprocess.Popen(
-            # finds modules where this process does, and not in the current folder unless this one does
+            # -P and PYTHONPATH: the worker imports from the same places as this process
             [sys.executable, "-P", "-m", __name__, str(threads)],
             env=os.environ
             | {

@@ -1,4 +1,6 @@
-"""Measures the equivariance of a layer, of a model, and of a whole network layer by layer.
+"""Measures equivariance. Start with ``audit``: it tests a network layer by layer, and says what is at fault.
+
+``equivariance_error`` and ``shift_error`` measure one module; ``assert_equivariant`` is for tests.
 
 A module is equivariant to S if transforming its input transforms its output: module(L_S[x]) = L_S[module(x)].
 The functions here return the difference of the two sides as max |difference| / max |output|: 0 for a perfect
@@ -13,7 +15,7 @@ deviation of the output. ``resampling_error`` measures the error of interpolatio
 ``audit`` do not interpolate.
 
 Where nothing would be compared, as for an empty batch or an output that does not depend on x, the functions
-raise a ValueError that says so: an error of 0 is one of something.
+raise a ValueError that says so, so an error of 0 always means that something was compared.
 
 The rank of a tensor determines its kind: ``[N, C, |H|, h, w]`` are features on the group, ``[N, C, h, w]``
 are planar features (each channel transforms like an image), tensors of rank 7 (on z2 6) are attention

@@ -1,4 +1,4 @@
-"""How features inside a network may transform whose kind the caller did not name."""
+"""How features inside a network may transform when the caller did not name their kind."""
 
 from __future__ import annotations
 

@@ -286,7 +286,7 @@ def masked(b: Tensor) -> Tensor:
 def deviation_error(a: Tensor, b: Tensor) -> float:
     """RMS of a − b divided by the standard deviation of b per channel; for maps, inside the round mask.
 
-    Of integers and booleans, the share of values that differ.
+    For integers and booleans it is the share of values that differ.
     """
     if a.shape != b.shape:
         return math.inf

@@ -137,7 +137,8 @@ def interior_error(
             if not free.any():  # before NaN comes near the statistics of a batch norm in training
                 return None
         found = error()
-        # a fault has to be one in spite of changes that comparisons and labels pass on
+        # Comparisons and labels do not pass every change on, so cells that depend on the border may look
+        # free: an error is believed only after more changes.
         if found is None or found <= (default_tolerance(y.dtype) if y.is_floating_point() else 0):
             return found
     if len(refusals) == 2 + MORE:

@@ -60,13 +60,15 @@ class PredictionTable:
         wrong = self.mistakes()
         shown = wrong[:SHOWN]
         rows = max(1, math.ceil(len(shown) / COLUMNS))
-        width, height = 1.1, 1.4  # of a cell, in which an image has a side of 1, below two lines of text
+        width, height = 1.1, 1.4  # the size of a cell: an image of side 1 below two lines of text
         figure = Figure(figsize=(1.6 * COLUMNS * width, 1.6 * rows * height + 0.5))
         title = f"{escape_for_terminal(data)}: {len(wrong)} of {len(self.split)} images answered wrongly"
         if len(wrong) > SHOWN:
             title += f"; the {SHOWN} most confident"
         figure.suptitle(title, parse_math=False)
-        axes = figure.add_axes((0, 0, 1, 1 - 0.5 / figure.get_figheight()))  # one for all: each takes 50 ms
+        axes = figure.add_axes(
+            (0, 0, 1, 1 - 0.5 / figure.get_figheight())
+        )  # one for all images: each axes takes 50 ms
         axes.axis("off")
         for place, index in enumerate(shown.tolist()):
             left, top = width * (place % COLUMNS) + 0.05, height * (place // COLUMNS) + 0.35

@@ -121,7 +121,7 @@ def _conclusion(evidence: Tensor, falls: Tensor, names: Sequence[str], scale: fl
 
 
 def _correlation(evidence: Tensor, covered: Tensor) -> str:
-    """Of the two maps over their places; nothing if one of them is the same everywhere."""
+    """A sentence on the correlation of the two maps; empty if one of them is the same everywhere."""
     pair = torch.stack([evidence.double().flatten(), covered.flatten()])
     deviations = pair - pair.mean(1, keepdim=True)
     if bool((deviations.norm(dim=1) <= 1e-6 * pair.norm(dim=1)).any()):

@@ -179,7 +179,7 @@ def predictions(trained: TrainedModel, view: EquivarianceView) -> list[str]:
 
 
 def save(figure: Figure, stem: Path) -> list[Path]:
-    """As PNG and as SVG, the same bytes for the same figure."""
+    """Saves a figure as PNG and as SVG, with the same bytes for the same figure."""
     from matplotlib import rc_context
 
     png, svg = stem.with_suffix(".png"), stem.with_suffix(".svg")

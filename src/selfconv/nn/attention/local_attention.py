@@ -88,7 +88,9 @@ class LocalAttention2d(nn.Module):
         self.reset_parameters()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "scale":  # nn.Module would register a parameter, of which the kernels read the value alone
+        # nn.Module would register a Parameter given as scale, but the kernels read its value only and would
+        # give it no gradient
+        if name == "scale":
             value = check_scale(value, self.key_channels, type(self).__name__)
         super().__setattr__(name, value)
 

@@ -1,1 +1,1 @@
-"""Layers with fixed, precomputed filters, for networks that are no longer trained."""
+"""Replaces layers by ones with fixed filters, for inference with the fused kernels and for exports."""

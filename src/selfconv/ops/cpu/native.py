@@ -1,12 +1,12 @@
-"""Native functions whose machine code is kept on disk, for as long as the disk is of help.
+"""Native functions whose machine code is kept on disk where that is possible.
 
 Numba keeps compiled code beside the source, in ``NUMBA_CACHE_DIR``, or in the user's cache folder. That saves
 seconds in every process, and is worth no failure: a damaged cache is emptied, and where nothing can be
 written the code is compiled anew, after one warning. Concurrent processes share one compilation: the first
 compiles, the others wait on its lock.
 
-Numba takes kept code for current if the file of its function has the date and size it had. That would miss
-a change in another file, and installers give every file the same date. So kernels close over
+Numba takes cached code as current if the source file of its function has the same date and size. That would
+miss a change in another file, and installers give every file the same date. So kernels close over
 ``KERNEL_HASH``, a checksum of their sources, and closure values are part of Numba's cache key.
 """
 
@@ -36,9 +36,11 @@ def native(signature: Any, name: str) -> Callable[[Callable[..., None]], Any]:
         try:
             with _turn(function, name):
                 return cfunc(signature, cache=True)(function)
-        except (OSError, RuntimeError):  # no folder, or no space
+        except (OSError, RuntimeError):  # there is no folder for the cache, or no space in it
             pass
-        except Exception:  # what is there cannot be unpickled, which may raise anything; or is it our code?
+        except Exception:
+            # Cached code that cannot be unpickled may raise anything. If the function itself is at fault, the
+            # second attempt raises its error.
             try:
                 FunctionCache(function).flush()
                 return cfunc(signature, cache=True)(function)
@@ -52,10 +54,10 @@ def native(signature: Any, name: str) -> Callable[[Callable[..., None]], Any]:
 
 @contextmanager
 def _turn(function: Callable[..., None], name: str) -> Iterator[None]:
-    """Waits while another process compiles the function; a minute, should that one hang."""
+    """Waits while another process compiles the function, for up to a minute, since that one may hang."""
     with ExitStack() as held:
         folder = Path(FunctionCache(function).cache_path)
-        with suppress(OSError, NotImplementedError):  # of folders that cannot be written, or locked
+        with suppress(OSError, NotImplementedError):  # the folder cannot be written, or not locked
             held.enter_context(FileLock(folder / f"selfconv-{name}.lock", timeout=60))
         yield
 

@@ -128,8 +128,7 @@ class ResultTable:
 def advice(table: ResultTable) -> str | None:
     """Which network to take, in a sentence for images at any angle and one for upright images.
 
-    Of networks that one standard error of the images does not tell apart, the one with the fewest
-    parameters is named.
+    Each names the network with the fewest parameters among those within one standard error of the best.
     """
     rows = [row for row in table.rows if row.every_angle is not None]
     if len(rows) < 2:

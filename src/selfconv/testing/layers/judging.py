@@ -75,7 +75,7 @@ class Judge:
         self.actions, self.group = actions, actions.group
         self.calls, self.tolerance, self.rounded, self.constant = calls, tolerance, rounded, constant
         self.excess: dict[str, Excess] = {}  # by name of what is at fault
-        self.compared: set[Key] = set()  # calls whose output was, for a transformed image
+        self.compared: set[Key] = set()  # calls whose output was compared, for a transformed image
         self.errors: dict[tuple[Key, Stage], float] = dict.fromkeys(product(calls, ("input", "output")), 0.0)
         self.faults: dict[str, str] = {}
         self.sampling: set[str] = set()  # reasons that would not hold on another size of map
@@ -83,12 +83,12 @@ class Judge:
         self._found: dict[str, Callable[[], str]] = {}  # layers that failed: what finds the reason
 
     def precision(self, key: Key, stage: Stage, i: int | None = None) -> torch.dtype:
-        """The least precise dtype in the history of tensor i there, or of any."""
+        """The least precise dtype in the history of tensor i of a call's input or output, or of any."""
         dtypes = self.rounded.get((key, stage), [])
         return coarsest(dtypes if i is None else dtypes[i : i + 1])
 
     def limit(self, key: Key, stage: Stage, i: int | None = None) -> float:
-        """The largest error that counts as rounding: of tensor i there, or of any."""
+        """The largest error of such a tensor, or of any of them, that counts as rounding."""
         dtype = self.precision(key, stage, i)
         return self.tolerance if dtype == EXACT else max(self.tolerance, default_tolerance(dtype))
 
@@ -197,7 +197,7 @@ class Judge:
             self.faults[name] = self._found[name]()
 
     def conclude_between(self, error: float | None, limit: float | None) -> None:
-        """Of the output, under elements between the pixels."""
+        """Notes a fault if the error of the output under elements between the pixels exceeds the limit."""
         if error is not None and limit is not None and not error <= limit:
             self.faults.setdefault(
                 END[0][0],

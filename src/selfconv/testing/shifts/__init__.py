@@ -1,4 +1,4 @@
-"""Shifts of the input of a network: what moves with it, and whether the border or a fault is in the way."""
+"""Tests whether a network commutes with shifts: what moves with it, and if the border explains errors."""
 
 from selfconv.testing.shifts.moves import permuted
 from selfconv.testing.shifts.shift_test import ShiftReport, tested_shifts

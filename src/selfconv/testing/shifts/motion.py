@@ -38,11 +38,11 @@ class Motion:
             self.moves[GIVEN, "input", i] = self._move(t) if moves else STILL
 
     def _move(self, t: Tensor) -> Move:
-        """Of the input."""
+        """How the input moves: by the shift along its last axes."""
         return Move(self.last_axes(t), (self.shift,) * self.first.axes)
 
     def last_axes(self, t: Tensor) -> tuple[int, ...]:
-        """Those of a map or a row, if they come last."""
+        """The axes of a map or a row that come last."""
         return tuple(range(t.dim() - self.first.axes, t.dim()))
 
     def candidates(self, place: Place) -> list[Move]:
@@ -151,7 +151,7 @@ class Motion:
         rearranged = permuted(after, before)
         if not typical and rearranged <= limit:
             return None, rearranged
-        # the border may reach everywhere: then the usual
+        # if no move fits, the border may affect every cell: assume the most common move
         best = typical[0] if typical else moves[0]
         return best, relative_error(after, best.by(before, steps))
 
@@ -162,7 +162,7 @@ class Motion:
         return t if move is None else move.by(t, steps)
 
     def object(self, place: Place, t: Tensor, which: Object | None) -> Tensor:
-        """Some cells in zeros, or none, if the tensor moves."""
+        """The tensor with zeros around an object, or zeros alone for None; unchanged if it does not move."""
         move = self.moves.get(place)
         return move.object(t, which) if move and move.axes else t
 
@@ -195,15 +195,15 @@ class Motion:
     # ---- errors ----
 
     def error(self, place: Place, after: Tensor, steps: Steps) -> float:
-        """Of a tensor in a run on the shifted input, for the move that was noted."""
+        """The error of a tensor in a run on the shifted input, for the move that was noted."""
         before, move = self.first.tensor(place), self.moves[place]
         return permuted(after, before) if move is None else relative_error(after, move.by(before, steps))
 
     def error_inside(
         self, place: Place, after: Tensor, steps: Steps, border: Runs, centre: Runs
     ) -> float | None:
-        """At the places that do not depend on the border: those that are the same in runs that change it, and
-        as far from it as what changes with the centre is from the centre."""
+        """The error at the places that do not depend on the border: those that are the same in runs that
+        change it, and as far from it as what changes with the centre is from the centre."""
         t, move = self.first.tensor(place), self.moves[place]
         if move is None or not move.axes or after.shape != t.shape:
             return None

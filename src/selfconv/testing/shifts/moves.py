@@ -16,8 +16,8 @@ from selfconv.testing.errors import relative_error
 from selfconv.testing.interiors import enclosed
 
 Steps = tuple[int, ...]  # how often a shift is repeated along rows and columns, or along a sequence
-# where an object is that keeps from the border: in a patch of a few cells at the centre; everywhere but for a
-# quarter of the map at each side; everywhere but for the window that is assumed of functions
+# Which cells an object away from the border occupies: a patch of a few cells at the centre; all cells but a
+# quarter of the map at each side; all cells but those in reach of the window that is assumed of functions.
 Extent = Literal["patch", "inner", "outer"]
 Object = tuple[Steps, Extent]  # moved by some steps
 
@@ -30,8 +30,8 @@ ROOM = 2  # the assumed radius, in cells, of windows of functions outside any la
 def _on_maps(
     method: Callable[Concatenate[Move, Tensor, P], Found],
 ) -> Callable[Concatenate[Move, Tensor, P], Found]:
-    """Makes a method for maps one for flat tensors too, which become maps for it, and flat again, and for
-    maps that move against the image, which are turned over for it."""
+    """Extends a method for maps to flat tensors, which are unflattened for it, and to maps that move against
+    the image, which are flipped for it. A tensor that it returns is changed back."""
 
     @wraps(method)
     def wrapped(move: Move, x: Tensor, *args: P.args, **options: P.kwargs) -> Found:
@@ -145,8 +145,8 @@ class Move:
 
     @_on_maps
     def inside(self, free: Tensor, reach: Sequence[int]) -> Tensor:
-        """Of the cells that the border does not influence, those that are no padding, and that it does not
-        influence either if windows reach so far, before a step and after it."""
+        """The cells of ``free``, which the border does not influence, that are not padding, and that are
+        farther than ``reach`` from the border before a step and after it."""
         free = enclosed(free, self.axes)
         for axis, cells, far in zip(self.axes, self.cells, reach, strict=True):
             place = torch.arange(free.shape[axis], device=free.device)
@@ -168,7 +168,7 @@ class Move:
 
     @_on_maps
     def sides(self, x: Tensor) -> list[float]:
-        """In steps."""
+        """The length of the map along each axis, in steps."""
         return [x.shape[axis] / cells for axis, cells in zip(self.axes, self.cells, strict=True)]
 
     @_on_maps

@@ -1,4 +1,5 @@
-"""What functions make of some cells in zeros, at several places: the same everywhere, if places are alike."""
+"""Runs a function on a few nonzero cells placed at several positions; a function that commutes with shifts
+gives the same result at each, moved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How many cells the maps of a network have for each cell of its input, by how their sizes follow it."""
+"""The scale of each map of a network (its cells per input cell), found from how its size changes with the
+input's."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ class Scales:
         }
 
     def known(self, place: Place, axes: tuple[int, ...], *, flat: bool = False) -> Scale | None:
-        """That of a tensor with places along these axes; None if its sizes do not follow the input's.
+        """The scale of a tensor with places along these axes; None if its sizes do not follow the input's.
 
         Args:
             flat: whether there are square maps along one axis, row after row.
@@ -74,7 +75,7 @@ class Scales:
         return _slopes(sizes, self._more)
 
     def guess(self, place: Place, n: int) -> Fraction:
-        """Of a map of n cells a side, where the sizes do not tell."""
+        """A guess of the scale of a map of n cells a side, for maps whose sizes do not tell it."""
         return self._guesses.get(place) or self.sides.get(n) or Fraction(n, self.side)
 
     def of_layer(self, key: Key, at: int, i: int) -> Scale | None:
@@ -184,5 +185,5 @@ def _slopes(sizes: list[list[int]], more: int) -> Scale | None:
 
 
 def _whole_ratio(n: int, m: int) -> Fraction:
-    """Of a map of m cells a side to one of n: the rest of the sides may be windows and padding."""
+    """The scale from a map of n cells a side to one of m: windows and padding may account for a remainder."""
     return Fraction(max(1, round(m / n))) if m >= n else Fraction(1, max(1, round(n / m)))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import unicodedata
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -144,3 +146,70 @@ def test_labels_with_names_beside_labels_without(tmp_path: Path, named: str, oth
         f"none in {plain}.parquet$",
     ):
         load_data(tmp_path)
+
+
+def test_labels_in_two_spellings(tmp_path: Path) -> None:
+    one, two = (unicodedata.normalize(form, "é") for form in ("NFC", "NFD"))
+    data = load_data(write(tmp_path / "x.parquet", inside(20), ([one, "b"] * 6 + [two, "b"] * 4)))
+    assert data.class_names == ("b", one)
+    named = write(tmp_path / "named.parquet", inside(20), [0, 1] * 10, [two, "b"])
+    assert load_data(named).class_names == (one, "b")
+
+
+def parts(root: Path, *names: str) -> Path:
+    """Files of ten images each, and none of one shade."""
+    for name in names:
+        write(root / name, inside(10), ["a", "b"] * 5)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("names", "stranger"),
+    [
+        (("train-0.parquet", "test.parquet", "holdout.parquet"), "holdout.parquet"),
+        (("train.parquet", "dev.PARQUET"), "dev.PARQUET"),
+        (("TEST.parquet", "all.parquet", "unlabelled-test.parquet"), "all.parquet"),
+    ],
+)
+def test_files_of_no_part_beside_parts(tmp_path: Path, names: tuple[str, ...], stranger: str) -> None:
+    with pytest.raises(DataError, match=f"train, val or test; got {stranger} beside (train|test|TEST)[^ ]*$"):
+        load_data(parts(tmp_path / "data", *names))
+
+
+def test_files_without_parts_are_all_of_the_training_images(tmp_path: Path) -> None:
+    root = parts(tmp_path / "data", "a.parquet", "b.parquet", ".train.parquet")
+    data = load_data(root)
+    assert (len(data.everything), data.has_test_part) == (20, False)
+    pictures = tmp_path / "pictures"
+    for i in range(20):
+        (pictures / "ab"[i % 2]).mkdir(parents=True, exist_ok=True)
+        (pictures / "ab"[i % 2] / f"{i}.png").write_bytes(png())
+    parts(pictures, "._x.parquet")  # of another system, beside folders of classes
+    assert len(load_data(pictures).everything) == 20
+
+
+@pytest.mark.parametrize("names", [("x.parquet",), ("train.parquet", "test.parquet")])
+def test_files_without_rows(tmp_path: Path, names: tuple[str, ...]) -> None:
+    root = parts(tmp_path / "data", *names)
+    write(root / names[-1], [], [])
+    with pytest.raises(DataError, match=rf"data/{names[-1]}: expected a row for each image; got no rows$"):
+        load_data(root if len(names) > 1 else root / names[0])
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (8, 8, 3)])
+def test_pixels_in_lists(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """The library that makes files of them warns of each whose numbers get fewer bits."""
+
+    def store(pixels: np.ndarray) -> Path:
+        cells: Any = pyarrow.array(pixels.tolist())
+        table = pyarrow.table({"image": cells, "label": ["a", "b"] * 10})
+        pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
+        return tmp_path / "x.parquet"
+
+    path = store(RANDOM.integers(0, 256, (20, *shape)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(load_data(path).everything) == 20
+    if len(shape) == 3:
+        with pytest.raises(DataError, match=r"train: expected bytes in lists .*; got values from 0 to 400$"):
+            load_data(store(np.arange(20 * 192).reshape(20, *shape) % 401))

@@ -17,10 +17,18 @@ from helpers.tiny_runs import OPTIONS, run_cli, tiny_config
 from PIL import Image
 
 from selfconv import _text
+from selfconv._files import read_as, write_json
+from selfconv.data import DataInfo
 from selfconv.train import train
+from selfconv.trained import open_trained
 
 INVALID = os.fsdecode(b"\xff\xfe.png")
-NFC = unicodedata.normalize("NFC", "é")
+NFC, NFD = (unicodedata.normalize(form, "é") for form in ("NFC", "NFD"))
+
+
+def write(path: Path, content: object) -> Path:
+    write_json(path, content)
+    return path
 
 
 def shades(folder: Path, count: int, start: int = 0) -> None:
@@ -76,6 +84,20 @@ def test_folders_whose_names_are_not_text(
         r'selfconv: .*config.json: expected names in UTF-8; got "source": ".*/data\\udcff"\n',
         capsys.readouterr().err,
     )
+
+
+@pytest.mark.filterwarnings("error")
+def test_classes_are_matched_in_any_spelling(run: Path, tmp_path: Path) -> None:
+    """macOS writes é as two characters in archives."""
+    trained, folder = open_trained(run), tmp_path / "other"
+    for number, name in enumerate((NFD, "b")):
+        noise = np.random.default_rng(number).integers(0, 256, (20, 8, 8), np.uint8)
+        (folder / name).mkdir(parents=True)
+        for index, image in enumerate(noise):
+            Image.fromarray(image).save(folder / name / f"{index}.png")
+    assert len(trained.open_data(folder).everything) == 40
+    earlier = json.loads((run / "data.json").read_text()) | {"class_names": ["b", NFD]}
+    assert read_as(DataInfo, write(tmp_path / "data.json", earlier)).class_names == ["b", NFC]
 
 
 def test_two_names_are_never_written_alike() -> None:

@@ -156,6 +156,7 @@ class DataInfo:
 
     def __post_init__(self) -> None:
         """Checks sizes before arrays are allocated: the file may be untrusted."""
+        object.__setattr__(self, "class_names", [nfc(name) for name in self.class_names])
         if len({*self.class_names}) < max(2, len(self.class_names)):
             raise ValueError(f"class_names: expected two or more, all different; got {self.class_names!r}")
         if not 1 <= self.in_channels <= MAX_CHANNELS or not 1 <= self.size <= MAX_SIZE:

@@ -11,7 +11,7 @@ from typing import Any
 from selfconv.data.dataset import AbsentDataError, Dataset, warn_about_data
 from selfconv.data.pixels import DataError, GroupError, parse_range
 from selfconv.data.sources.cifar import ARCHIVES, load_cifar
-from selfconv.data.sources.hugging_face import PREFIX, list_hub, list_parquet
+from selfconv.data.sources.hugging_face import PREFIX, list_hub, list_parquet, parquet_files
 from selfconv.data.sources.listing import Listing, list_folder, list_manifest, load_listing
 from selfconv.data.sources.npz import load_digits, load_npz
 
@@ -126,7 +126,7 @@ def _load_path(
         listing = list_hub(source, group_by)
     elif not os.fspath(source):  # Path("") is the working directory
         raise DataError("data: expected a name, a folder or a file; got an empty name")
-    elif (kind == ".parquet" and path.is_file()) or (path.is_dir() and any(path.glob("*.parquet"))):
+    elif (kind == ".parquet" and path.is_file()) or (path.is_dir() and parquet_files(path)):
         listing = list_parquet(path, group_by)
     elif path.is_dir():
         listing = list_folder(path, group_by)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from itertools import zip_longest
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from selfconv._extras import require
+from selfconv._text import nfc
 from selfconv.data.images import Item, files_key, stack_items
 from selfconv.data.pixels import DataError, GroupError, UnreadableError
 from selfconv.data.sources.listing import PARTS, Listed, Listing
@@ -21,14 +23,48 @@ PREFIX = "hf:"
 def list_parquet(path: Path, group_by: str | None) -> Listing:
     """A Parquet file, or a folder of them whose names begin with train, val or test."""
     files: dict[str, list[str]] = {}
-    for file in [path] if path.is_file() else sorted(path.glob("*.parquet")):
-        stem = file.stem.lower()
-        part = next((part for name, part in PARTS.items() if stem.startswith(name)), "train")
-        files.setdefault(part if path.is_dir() else "train", []).append(str(file))
-    found = _load(str(path), {"path": "parquet", "data_files": files})
+    for file in [path] if path.is_file() else parquet_files(path):
+        files.setdefault(_part_of(file) if path.is_dir() else "train", []).append(str(file))
+    others = files.pop("", [])
+    if others and files:
+        known = Path(next(iter(files.values()))[0]).name
+        raise DataError(
+            f"{path}: expected names of Parquet files that begin with train, val or test; got "
+            f"{Path(others[0]).name} beside {known}"
+        )
+    files = files or {"train": others}
+    try:
+        found = _load(str(path), {"path": "parquet", "data_files": files})
+    except DataError:
+        _check_rows([name for names in files.values() for name in names])
+        raise
     _check_class_names(str(path), [Path(name) for names in files.values() for name in names])
     folder = (path if path.is_dir() else path.parent).absolute()
     return _list(str(path), path.stem, found, group_by, folder)
+
+
+def parquet_files(folder: Path) -> list[Path]:
+    """The Parquet files in a folder, but no hidden ones."""
+    found = (path for path in folder.iterdir() if path.suffix.lower() == ".parquet")
+    return sorted(path for path in found if not path.name.startswith("."))
+
+
+def _part_of(file: Path) -> str:
+    """The part with whose name a file's name begins, or an empty text."""
+    return next((part for name, part in PARTS.items() if file.stem.lower().startswith(name)), "")
+
+
+def _check_rows(files: list[str]) -> None:
+    """Raises DataError if a file has no rows; says nothing about files that cannot be read."""
+    import pyarrow.parquet
+
+    for file in files:
+        try:
+            rows = pyarrow.parquet.read_metadata(file).num_rows
+        except (ValueError, OSError):
+            continue
+        if rows == 0:
+            raise DataError(f"{file}: expected a row for each image; got no rows")
 
 
 def _check_class_names(what: str, files: list[Path]) -> None:
@@ -106,14 +142,14 @@ def _list(what: str, name: str, found: Any, group_by: str | None, folder: Path |
         )
     names, listed = _classes(what, parts["train"], label), {}
     for part, rows in parts.items():
-        pictures = rows.select_columns([image]).cast_column(image, datasets.Image(decode=False))
+        pictures = _as_images(f"{what}: {part}", rows.select_columns([image]), image)
         items = _items(what, part, pictures, image, folder)
         labels = np.array([_label(what, names, value) for value in rows[label]], np.int64)
         groups = (
             None
             if group_by is None
             else [
-                f"({part}[{i}])" if value in (None, "") else str(value)
+                f"({part}[{i}])" if value in (None, "") else nfc(str(value))
                 for i, value in enumerate(rows[group_by])
             ]
         )
@@ -121,6 +157,24 @@ def _list(what: str, name: str, found: Any, group_by: str | None, folder: Path |
     fingerprints = repr([(part, rows._fingerprint) for part, rows in parts.items()])
     beside = [item for part in listed.values() for item in part.items if isinstance(item.file, Path)]
     return Listing(what, name, list(map(str, names)), listed, lambda: fingerprints + files_key(beside))
+
+
+def _as_images(what: str, rows: Any, column: str) -> Any:
+    """The rows with a column of images as bytes or paths; pixels in lists become files."""
+    import datasets
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    pixels, axes = rows.data.column(column), 0
+    while pa.types.is_list(pixels.type) or pa.types.is_large_list(pixels.type):
+        pixels, axes = pc.list_flatten(pixels), axes + 1
+    if axes > 2 and pa.types.is_integer(pixels.type):  # which would be bytes, modulo 256
+        least, most = pc.min_max(pixels).as_py().values()
+        if least is not None and not 0 <= least <= most <= 255:
+            raise DataError(f"{what}: expected bytes in lists of colours; got values from {least} to {most}")
+    with warnings.catch_warnings():  # of each image whose numbers get fewer bits
+        warnings.filterwarnings("ignore", "Downcasting array dtype")
+        return rows.cast_column(column, datasets.Image(decode=False))
 
 
 def _items(what: str, part: str, rows: Any, column: str, folder: Path | None) -> list[Item]:
@@ -178,7 +232,7 @@ def _classes(what: str, rows: Any, label: str) -> list[Any]:
     names = getattr(rows.features[label], "names", None)
     if names is not None:
         return list(names)
-    values = list(rows[label])
+    values = [nfc(value) if isinstance(value, str) else value for value in rows[label]]
     for row, value in enumerate(values):
         if not isinstance(value, str | int | float) or type(value) is not type(values[0]):
             kinds = "a text or a number, of one type,"
@@ -189,6 +243,7 @@ def _classes(what: str, rows: Any, label: str) -> list[Any]:
 def _label(what: str, names: list[Any], value: Any) -> int:
     if isinstance(value, int) and not (names and isinstance(names[0], int)):
         return value  # of a ClassLabel
+    value = nfc(value) if isinstance(value, str) else value
     if value not in names:
         raise DataError(f"{what}: expected labels that are in the training part; got {value!r}")
     return names.index(value)

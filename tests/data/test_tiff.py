@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tifffile
+import torch
 from PIL import Image
 
 from selfconv.data import DataError, PixelRange, load_data, read_image
@@ -185,6 +186,23 @@ class TestColours:
             upright = array if orientation == 1 else np.rot90(array, -1)
             assert np.array_equal(values(tmp_path / "x.tif"), colours.T[upright] >> 8)
 
+    @pytest.mark.parametrize("compression", [None, "lzw"])
+    @pytest.mark.parametrize("orientation", [1, 6])
+    @pytest.mark.parametrize("thumbnail", [None, "before"])
+    def test_palette_of_bytes(
+        self, tmp_path: Path, compression: Any, orientation: int, thumbnail: str | None
+    ) -> None:
+        """Old programs wrote colours from 0 to 255 instead of 65535."""
+        array, colours = noise(8, 12), noise(3, 256).astype(np.uint16)
+        options: dict[str, Any] = {"photometric": "palette", "colormap": colours, "compression": compression}
+        tag = [(274, 3, 1, orientation, True)]
+        write(tmp_path / "x.tif", array, thumbnail=thumbnail, extratags=tag, **options)
+        upright = array if orientation == 1 else np.rot90(array, -1)
+        assert np.array_equal(values(tmp_path / "x.tif"), colours.T[upright])
+        grey = np.tile(np.arange(256, dtype=np.uint16), (3, 1))
+        write(tmp_path / "x.tif", array, thumbnail=thumbnail, extratags=tag, **options | {"colormap": grey})
+        assert torch.equal(read_image(tmp_path / "x.tif", 8, 3)[0], read_image(tmp_path / "x.tif", 8, 1)[0])
+
     @pytest.mark.parametrize("compression", ["jpeg", "lzw"])
     def test_ycbcr(self, tmp_path: Path, compression: str) -> None:
         ramp = np.linspace(60, 180, 256).astype(np.uint8).reshape(16, 16)
@@ -282,6 +300,35 @@ class TestColours:
                 file.write(noise(side, 8), photometric="minisblack")
         with pytest.raises(DataError, match=r"expected one image, .*; got 2 \(8×8 uint8, 9×8 uint8\)"):
             read_image(tmp_path / "x.tif", 8, 3)
+
+    @pytest.mark.parametrize("sides", [(16, 8), (16, 8, 4), (16, 4), (18, 6, 2)])
+    @pytest.mark.parametrize("bits", [8, 16])
+    def test_smaller_pages_are_copies_only_if_marked(
+        self, tmp_path: Path, sides: tuple[int, ...], bits: int
+    ) -> None:
+        """Sizes that divide each other prove nothing."""
+        pages = [noise(side, side, bits=bits) for side in sides]
+
+        def store(kinds: list[int], inside: int = 0) -> None:
+            with tifffile.TiffWriter(tmp_path / "x.tif") as file:
+                for number, (page, kind) in enumerate(zip(pages, kinds, strict=True)):
+                    file.write(
+                        page,
+                        photometric="minisblack",
+                        metadata=None,
+                        subfiletype=kind,
+                        subifds=inside if number == 0 else 0,
+                    )
+
+        for inside in (0, len(sides) - 1):  # beside the image, or in SubIFDs of it
+            store([0] + [1] * (len(sides) - 1), inside)
+            assert np.array_equal(values(tmp_path / "x.tif")[..., 0], pages[0])
+        store([0] * len(sides), len(sides) - 1)
+        assert np.array_equal(values(tmp_path / "x.tif")[..., 0], pages[0])
+        store([0] * len(sides))
+        described = ", ".join(f"{side}×{side} uint{bits}" for side in sides)
+        with pytest.raises(DataError, match=rf"expected one image, .*; got {len(sides)} \({described}\)$"):
+            read_image(tmp_path / "x.tif", 8, 1)
 
     def test_values_of_more_bits_than_declared(self, tmp_path: Path) -> None:
         """As tifffile reads big-endian integers of 24 bits, from the wrong bytes."""

@@ -52,7 +52,7 @@ from selfconv.data.stored import CHUNK, Stack
 MIXED_SIZE = 64  # of images that do not have one square size
 MAX_NAMED = 3  # unreadable files in a message
 MEMORY_FRACTION = 0.25  # of the machine's, for images
-CACHE_VERSION = 6  # part of the cache's name; it rises when files are read in another way
+CACHE_VERSION = 7  # part of the cache's name; it rises when files are read in another way
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,13 @@ def _pillow_reads(page: Any) -> bool:
         and page.samplesperpixel == samples
         and compression in compressions
         and not turned
+        and not (samples == 1 and _has_byte_colours(page))  # which Pillow takes for nearly black
     )
+
+
+def _has_byte_colours(page: Any) -> bool:
+    """Whether a palette has colours up to 255, as old programs wrote them, instead of 65535."""
+    return page.colormap is not None and page.colormap.max(initial=0) < 256
 
 
 def _check_colours(page: Any, one: bool, shape: tuple[int, ...]) -> None:
@@ -175,7 +181,8 @@ def _shown(values: NDArray[Any], page: Any) -> NDArray[Any]:
             grey = grey.dtype.type(most) - grey
         values = np.concatenate([grey, values[..., grey.shape[2] :]], -1)
     if values.dtype.itemsize == 1 and kind == PHOTOMETRIC.PALETTE:
-        values = (page.colormap.T[values[..., 0].astype(np.uint8)] >> 8).astype(np.uint8)
+        colours = page.colormap if _has_byte_colours(page) else page.colormap >> 8
+        values = colours.T[values[..., 0].astype(np.uint8)].astype(np.uint8)
     elif values.dtype == np.uint8 and kind in (PHOTOMETRIC.SEPARATED, PHOTOMETRIC.CIELAB):
         values = _in_rgb(values, "CMYK" if kind == PHOTOMETRIC.SEPARATED else "LAB")
     if alpha is None:
@@ -207,6 +214,10 @@ def _only_image(file: Any) -> Any:
     An OME file lists the images of other files of its set too, which are not its own.
     """
     own = [series for series in file.series if series.keyframe.parent is file]
+    for series in [series for series in own if series.kind == "generic"]:  # levels by their sizes alone
+        own += [
+            level for level in series.levels[1:] if not (_beside(level.keyframe) or level.keyframe.is_subifd)
+        ]
     if not own:
         raise UnreadableError(DAMAGED)
     whole = [series for series in own if not _beside(series.keyframe)]

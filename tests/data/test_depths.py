@@ -23,7 +23,7 @@ from PIL import Image, ImageOps
 from selfconv.data import Clipping, DataError, PixelRange, fit, load_data, read_image, read_images
 from selfconv.data import images as images_module
 from selfconv.data.images import Item, read_values
-from selfconv.data.pixels import _resize, choose_range
+from selfconv.data.pixels import UnreadableError, _resize, choose_range
 
 RANDOM = np.random.default_rng(0)
 
@@ -179,7 +179,9 @@ class TestFiles:
         assert found.dtype == array.dtype
         assert np.array_equal(found[..., :channels], array)
         pixels = PixelRange(array.dtype.name, 0, white)
-        assert np.array_equal(read_image(path, 6, channels, pixels=pixels).shape, (channels, 6, 6))
+        read = read_image(path, 5, channels, pixels=pixels).permute(1, 2, 0)  # the middle rows, between two
+        between = (array[:-1].astype(int) + array[1:]) / 2
+        assert np.abs(read.numpy() - between).max() <= 0.5
 
     @pytest.mark.parametrize(
         ("content", "why"),
@@ -187,6 +189,9 @@ class TestFiles:
             (b"P5\n5 6\n4095\n" + bytes(59), "damaged or truncated"),
             (b"P2\n2 1\n100\n1", "damaged or truncated"),
             (b"P2\n2 1\n100\n1 x", "damaged or truncated"),
+            (b"P2\n2 1\n100\n1 1_0", "damaged or truncated"),
+            (b"P2\n2 1\n100\n1 # 2", "damaged or truncated"),
+            (b"P2\n2 1\n100\n1 nan", "expected integers from 0 to 100, .*; got nan"),
             (
                 b"P2\n2 1\n100\n1 101",
                 "expected integers from 0 to 100, which the header calls white; got 101",
@@ -207,6 +212,45 @@ class TestFiles:
         (tmp_path / "x.pgm").write_bytes(content)
         with pytest.raises(DataError, match=f"x.pgm: {why}$"):
             read_image(tmp_path / "x.pgm", 1, 1)
+
+    @pytest.mark.parametrize("white", [255, 4095])
+    @pytest.mark.parametrize("kind", ["P2", "P3", "P5", "P6"])
+    @pytest.mark.parametrize("behind", [b"\nthe end", b"\nP2 1 1 9 3", b" # end", b"\xff"])
+    def test_what_is_behind_the_image_is_ignored(
+        self, tmp_path: Path, kind: str, white: int, behind: bytes
+    ) -> None:
+        channels, digits = (1 if kind in ("P2", "P5") else 3), kind in ("P2", "P3")
+        array = noise(4, 5, channels, dtype=np.uint16 if white > 255 else np.uint8, high=white + 1)
+        content = " ".join(map(str, array.ravel())).encode() + b"\n" * (behind == b"\xff")
+        if not digits:
+            content = array.astype(f">u{array.itemsize}").tobytes()
+        (tmp_path / "x.pgm").write_bytes(f"{kind} 5 4 {white}\n".encode() + content + behind)
+        assert np.array_equal(read_values(Item("x", tmp_path / "x.pgm"))[..., :channels], array)
+
+    @pytest.mark.parametrize("length", [1, 65_500, 65_536, 200_000])
+    def test_a_pgm_with_long_comments(self, tmp_path: Path, length: int) -> None:
+        """However they and the numbers are cut into blocks."""
+        array = noise(100, 400)
+        comment = b"#" + b" 7" * length + b"\r"
+        lines = comment.join(b" ".join(b"%d" % value for value in row) + b" " for row in array[:50])
+        lines += comment + b"\n".join(b"%d" % value for value in array[50:].ravel())
+        (tmp_path / "x.pgm").write_bytes(b"P2 400 100 4095\n" + lines)
+        assert np.array_equal(read_values(Item("x", tmp_path / "x.pgm"))[..., 0], array)
+
+    @pytest.mark.parametrize("kind", [b"P2", b"P5"])
+    @pytest.mark.parametrize("filling", [b"8 ", b" ", b"8", b"#"])
+    def test_memory_of_a_small_pgm_in_a_large_file(self, tmp_path: Path, kind: bytes, filling: bytes) -> None:
+        """Numbers of the image alone need memory, not what is behind them or in their place."""
+        path = tmp_path / "x.pgm"
+        path.write_bytes(kind + b" 5 4 100\n" + b" 3" * 19 + b" " + filling * (2**25 // len(filling)))
+        tracemalloc.start()
+        try:
+            read_values(Item("x", path))
+        except UnreadableError as error:
+            assert str(error) == "damaged or truncated"  # noqa: PT017
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert most < 5e6
 
     @pytest.mark.parametrize("white", [b"255", b"100"])
     def test_a_pgm_with_other_line_ends_and_more_behind_it(self, tmp_path: Path, white: bytes) -> None:

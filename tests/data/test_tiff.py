@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -155,13 +156,17 @@ class TestFewBits:
 
 class TestColours:
     @pytest.mark.parametrize("planar", ["contig", "separate"])
-    @pytest.mark.parametrize("compression", [None, "deflate", "zstd", "jpeg2000"])
+    @pytest.mark.parametrize("compression", [None, "deflate", "zstd", "jpeg2000", "jpeg"])
     @pytest.mark.parametrize("orientation", [1, 6])
     @pytest.mark.parametrize(("photometric", "mode"), [("cielab", "LAB"), ("separated", "CMYK")])
     def test_converted(
         self, tmp_path: Path, photometric: str, mode: str, compression: Any, planar: str, orientation: int
     ) -> None:
         array = noise(8, 12, len(mode))
+        options: dict[str, Any] = {}
+        if compression == "jpeg":  # in flat colours, which it keeps
+            array[:] = array[0, 0]
+            options["compressionargs"] = {"level": 100, "colorspace": 0, "outcolorspace": 0}
         as_rgb = np.array(Image.frombytes(mode, (12, 8), array.tobytes(), "raw", mode).convert("RGB"))
         found = each_way(
             tmp_path / "x.tif",
@@ -170,8 +175,35 @@ class TestColours:
             planarconfig=planar,
             compression=compression,
             extratags=[(274, 3, 1, orientation, True)],
+            **options,
         )
         assert np.array_equal(found, as_rgb if orientation == 1 else np.rot90(as_rgb, -1))
+
+    @pytest.mark.parametrize("writer", ["pillow", "tifffile"])
+    def test_cielab_in_jpeg(self, tmp_path: Path, writer: str) -> None:
+        """The samples as they are, as libtiff stores them, or converted as those of colours are."""
+        rows, columns = np.mgrid[:16, :24]
+        array = np.stack([columns * 10, 100 + rows, 150 - rows], -1).astype(np.uint8)
+        image = Image.frombytes("LAB", (24, 16), array.tobytes(), "raw", "LAB")
+        if writer == "pillow":
+            image.save(tmp_path / "x.tif", compression="jpeg", quality=95)
+        else:
+            write(tmp_path / "x.tif", array, photometric="cielab", compression="jpeg")
+        difference = values(tmp_path / "x.tif").astype(int) - np.array(image.convert("RGB"))
+        assert np.abs(difference).mean() < 6
+
+    def test_cielab_in_jpeg_beside_what_pillow_does_not_read(self, tmp_path: Path) -> None:
+        with tifffile.TiffWriter(tmp_path / "x.tif") as file:
+            options: dict[str, Any] = {
+                "metadata": None,
+                "compressionargs": {"colorspace": 0, "outcolorspace": 0},
+            }
+            file.write(
+                noise(4, 4), subfiletype=1, photometric="minisblack", metadata=None, compression="zstd"
+            )
+            file.write(noise(8, 8, 3), photometric="cielab", compression="jpeg", **options)
+        with pytest.raises(DataError, match=r"x.tif: .*; got CIELAB of 3 × uint8, compression JPEG$"):
+            read_image(tmp_path / "x.tif", 8, 3)
 
     @pytest.mark.parametrize("bits", [1, 2, 4, 8])
     @pytest.mark.parametrize("orientation", [1, 6])
@@ -261,13 +293,14 @@ class TestColours:
         with pytest.raises(DataError, match=f"x.tif: expected a photometric interpretation .*; {why}"):
             read_image(path, 8, 3)
 
-    @pytest.mark.parametrize("bits", [8, 16])
+    @pytest.mark.parametrize("bits", [4, 8, 16])
     def test_a_palette_without_colours(self, tmp_path: Path, bits: int) -> None:
         path = tmp_path / "x.tif"
-        write(path, noise(8, 8, bits=bits), photometric="minisblack")
+        write(path, noise(8, 8, bits=bits), photometric="minisblack", bitspersample=bits)
         with tifffile.TiffFile(path, mode="r+b") as file:
             file.pages.first.tags["PhotometricInterpretation"].overwrite(3)
-        with pytest.raises(DataError, match=r"x.tif: (not an image|.*; got PALETTE of 1 × uint16)"):
+        named = f"PALETTE of 1 × uint{max(bits, 8)}, compression NONE$"
+        with pytest.raises(DataError, match=f"x.tif: expected a photometric interpretation .*; got {named}"):
             read_image(path, 8, 3)
 
     def test_deep_inks(self, tmp_path: Path) -> None:
@@ -293,6 +326,25 @@ class TestColours:
                 file.write(page, compression=compression)
         found = read_values(Item("x", path.read_bytes if in_memory else path))
         assert np.array_equal(found, array.transpose(1, 2, 0))
+
+    @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+    def test_two_axes_beside_rows_and_columns(self, tmp_path: Path, dtype: Any) -> None:
+        """tifffile gives every axis that it does not know the same letter."""
+        path = tmp_path / "x.tif"
+        tifffile.imwrite(
+            path, np.zeros((40, 2, 300, 300), dtype), photometric="minisblack", compression="zlib"
+        )
+        tracemalloc.start()
+        with pytest.raises(DataError, match=r"; got a stack \(Q 40, Q 2, Y 300, X 300\)$"):
+            read_image(path, 8, 3)
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert most < 5e6
+
+    def test_axes_of_one_are_none(self, tmp_path: Path) -> None:
+        array, path = noise(1, 3, 6, 8, bits=16), tmp_path / "x.tif"
+        tifffile.imwrite(path, array, photometric="minisblack", metadata={"axes": "QQYX"})
+        assert np.array_equal(values(path), array[0].transpose(1, 2, 0))
 
     def test_pages_of_several_sizes_are_refused(self, tmp_path: Path) -> None:
         with tifffile.TiffWriter(tmp_path / "x.tif") as file:
@@ -361,6 +413,22 @@ class TestCompressions:
             array if channels == 3 else array[..., 0],
             photometric="rgb" if channels == 3 else "minisblack",
             compression=compression,
+        )
+        assert np.array_equal(found[..., :channels], array)
+
+    @pytest.mark.parametrize("bits", [8, 16])
+    @pytest.mark.parametrize("channels", [1, 3])
+    @pytest.mark.parametrize("compression", ["lzw", "packbits", "deflate", "zstd"])
+    def test_differences_of_neighbours(
+        self, tmp_path: Path, bits: int, channels: int, compression: str
+    ) -> None:
+        array = noise(16, 24, channels, bits=bits)
+        found = each_way(
+            tmp_path / "x.tif",
+            array if channels == 3 else array[..., 0],
+            photometric="rgb" if channels == 3 else "minisblack",
+            compression=compression,
+            predictor=2,
         )
         assert np.array_equal(found[..., :channels], array)
 

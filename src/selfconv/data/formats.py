@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,9 +30,13 @@ _READ_BY_PILLOW = {  # samples and compressions by photometric interpretation
     "RGB": (3, ("NONE", *_LOSSLESS, "JPEG", "OJPEG")),
     "YCBCR": (3, (*_LOSSLESS, "JPEG", "OJPEG")),
     "SEPARATED": (4, ("JPEG",)),
+    "CIELAB": (3, ("JPEG",)),
 }
+_UNPREDICTED_BY_PILLOW = ("LZW", "ADOBE_DEFLATE", "DEFLATE")
 PNM_HEADER = 4096  # bytes in which a header, with its comments, ends
 _PNM = re.compile(rb"P([2356])" + 3 * rb"(?:\s|#[^\r\n]*[\r\n])+(\d{1,9})" + rb"(?:#[^\r\n]*)?\s")
+_COMMENT = re.compile(rb"#[^\r\n]*([\r\n]?)")
+BLOCK = 2**16  # bytes of a text in which numbers are searched at a time
 _UPRIGHT: dict[int, Callable[[NDArray], NDArray]] = {
     2: np.fliplr,
     3: lambda x: np.rot90(x, 2),
@@ -62,29 +66,28 @@ def from_tiff(source: Path | io.BytesIO, max_pixels: int) -> NDArray[Any] | int:
     with _open_tiff(source) as file:
         series = _only_image(file)
         page = series.keyframe
-        lengths = dict(zip(series.axes, series.shape, strict=True))
-        check_size(lengths.get("X", 0), lengths.get("Y", 0), max_pixels)
-        one = math.prod(series.shape) == math.prod(page.shape)
+        axes, shape = series.axes, series.shape
+        width, height = (shape[axes.index(axis)] if axes.count(axis) == 1 else 0 for axis in "XY")
+        check_size(width, height, max_pixels)
+        one = math.prod(shape) == math.prod(page.shape)
         by_pillow = one and isinstance(page.index, int) and not (file.is_bigtiff and file.byteorder == ">")
         if by_pillow and all(map(_pillow_reads, (page, file.pages.first))):
             return page.index
-        _check_colours(page, one, series.shape)
-        channels = {axis: n for axis, n in lengths.items() if axis not in "YX" and n > 1}
-        if not {"Y", "X"} <= {*lengths} or len(channels) > 1 or not {*channels} <= {*"CSQI"}:
-            described = ", ".join(f"{axis} {n}" for axis, n in lengths.items())
+        _check_colours(page, one, shape)
+        beside = [i for i, axis in enumerate(axes) if axis not in "YX"]
+        channels = [i for i in beside if shape[i] > 1]  # letters of axes may repeat: QQYX
+        if not width * height or len(channels) > 1 or not {axes[i] for i in channels} <= {*"CSQI"}:
+            described = ", ".join(f"{axis} {n}" for axis, n in zip(axes, shape, strict=True))
             raise UnreadableError(f"expected one image, with its channels; got a stack ({described})")
-        number = max(channels.values(), default=1)
+        number = math.prod(shape[i] for i in beside)
         if number > MAX_CHANNELS:
-            raise UnreadableError(f"expected 1 to {MAX_CHANNELS} channels; got {number} ({series.axes})")
-        check_size(lengths["X"], lengths["Y"], max_pixels, number * series.dtype.itemsize)
+            raise UnreadableError(f"expected 1 to {MAX_CHANNELS} channels; got {number} ({axes})")
+        check_size(width, height, max_pixels, number * series.dtype.itemsize)
         try:
             values = series.asarray()
         except ImportError:  # imagecodecs was built without it
             raise UnreadableError(_unknown_compression(page)) from None
-        keep = tuple(i for i, axis in enumerate(series.axes) if axis in "YX" or axis in channels)
-        axes = "".join(series.axes[i] for i in keep)
-        values = values.reshape([values.shape[i] for i in keep])
-        values = values.transpose([axes.index(axis) for axis in ("Y", "X", *channels)])
+        values = values.reshape(shape).transpose([axes.index("Y"), axes.index("X"), *beside])
         values = _shown(values.reshape(*values.shape[:2], -1), page)
         orientation = page.tags.valueof(ORIENTATION, 1)
     return to_numbers(_UPRIGHT.get(orientation, lambda x: x)(values))
@@ -105,8 +108,8 @@ def _open_tiff(source: Path | io.BytesIO) -> Any:
 
 def _pillow_reads(page: Any) -> bool:
     """Whether Pillow reads a page of a TIFF file as it is: up to 8 bits, no alpha, a usual compression."""
-    samples, compressions = _READ_BY_PILLOW.get(_name(page.photometric), (0, ()))
-    compression = _name(page.compression)
+    kind, compression = _name(page.photometric), _name(page.compression)
+    samples, compressions = _READ_BY_PILLOW.get(kind, (0, ()))
     # Pillow exchanges rows and columns of files that are not compressed before it reads them
     turned = page.tags.valueof(ORIENTATION, 1) in (5, 6, 7, 8) and compression == "NONE"
     return (
@@ -114,6 +117,9 @@ def _pillow_reads(page: Any) -> bool:
         and page.bitspersample in ((1, 2, 4, 8) if samples == 1 and compression != "JPEG" else (8,))
         and page.samplesperpixel == samples
         and compression in compressions
+        and (page.predictor == 1 or compression in _UNPREDICTED_BY_PILLOW)
+        and (kind != "PALETTE" or page.colormap is not None)
+        and (kind != "CIELAB" or _of_raw_samples(page))
         and not turned
         and not (samples == 1 and _has_byte_colours(page))  # which Pillow takes for nearly black
     )
@@ -122,6 +128,11 @@ def _pillow_reads(page: Any) -> bool:
 def _has_byte_colours(page: Any) -> bool:
     """Whether a palette has colours up to 255, as old programs wrote them, instead of 65535."""
     return page.colormap is not None and page.colormap.max(initial=0) < 256
+
+
+def _of_raw_samples(page: Any) -> bool:
+    """Whether the pixels of a JPEG in a TIFF file are its samples, which tifffile would take for YCbCr."""
+    return page.compression in _JPEG and page.planarconfig == 1 and not page.is_jfif
 
 
 def _check_colours(page: Any, one: bool, shape: tuple[int, ...]) -> None:
@@ -143,7 +154,7 @@ def _check_colours(page: Any, one: bool, shape: tuple[int, ...]) -> None:
         PHOTOMETRIC.YCBCR: jpeg,  # whose decoder converts
         PHOTOMETRIC.PALETTE: not deep and page.colormap is not None,
         PHOTOMETRIC.SEPARATED: not deep and colours == 4,
-        PHOTOMETRIC.CIELAB: not deep and colours == 3,
+        PHOTOMETRIC.CIELAB: not deep and colours == 3 and not _of_raw_samples(page),
     }
     if not known.get(kind, False):
         raise UnreadableError(
@@ -258,22 +269,41 @@ def from_pnm(source: Path | io.BytesIO) -> NDArray[Any] | None:
     if header is None or int(header[4]) == 255:
         return None
     kind, width, height, white = map(int, header.groups())
-    content, channels = _content(source), 1 if kind in (2, 5) else 3
-    number, dtype = width * height * channels, np.uint8 if white < 256 else np.uint16
-    if kind in (2, 3):  # in digits
-        digits = re.sub(rb"#[^\r\n]*", b"", content[header.end() :])
-        # of a given count, numbers that are not there would be unwritten memory; integers would wrap
-        values = np.fromstring(digits, np.float64, sep=" ")[:number]
-    else:
-        values = np.frombuffer(content, np.dtype(dtype).newbyteorder(">"), number, header.end())
+    channels, dtype = 1 if kind in (2, 5) else 3, np.dtype(np.uint8 if white < 256 else np.uint16)
+    number = width * height * channels
+    with io.BytesIO(source.getvalue()) if isinstance(source, io.BytesIO) else open(source, "rb") as file:
+        file.seek(header.end())
+        if kind in (2, 3):
+            values = _in_digits(file, number)
+        else:
+            values = np.frombuffer(file.read(number * dtype.itemsize), dtype.newbyteorder(">"))
     if values.size < number:
         raise UnreadableError(DAMAGED)
-    strange = values[(values < 0) | (values > white) | (values % 1 > 0)]
+    strange = values[~((values >= 0) & (values <= white) & (values % 1 == 0))]
     if strange.size:
         raise UnreadableError(
             f"expected integers from 0 to {white}, which the header calls white; got {strange[0]:.10g}"
         )
     return values.astype(dtype).reshape(height, width, channels)
+
+
+def _in_digits(file: IO[bytes], number: int) -> NDArray[np.float64]:
+    """The first numbers of a text, as floating point, since integers would wrap; no more of it is read."""
+    values, found, rest = np.empty(number), 0, b""
+    while found < number:
+        block = file.read(BLOCK)
+        text = _COMMENT.sub(lambda match: b" " if match[1] else b"#", rest + block)
+        text, comment, _ = text.partition(b"#")  # one that goes on in the next block
+        end = len(text)
+        if block and not comment:  # the last number may go on in the next block
+            end = max(text.rfind(space) for space in (b" ", b"\t", b"\n", b"\v", b"\f", b"\r")) + 1
+        rest = text[end:] + comment
+        words = text[:end].split(None, number - found)[: number - found]
+        if len(rest) > BLOCK or b"_" in text or (not block and found + len(words) < number):
+            raise UnreadableError(DAMAGED)
+        values[found : found + len(words)] = [float(word) for word in words]
+        found += len(words)
+    return values
 
 
 def _content(source: Path | io.BytesIO, most: int = -1) -> bytes:

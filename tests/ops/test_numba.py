@@ -511,11 +511,14 @@ for change in map(int, sys.argv[1:]):
 
 
 def test_a_call_does_not_load_the_compiler() -> None:
-    """Forward and backward: torch._dynamo takes longer to import than torch, and serves compiled programs."""
+    """Forward, backward, and observed: torch._dynamo imports slowly, and serves compiled programs."""
     program = (
         "import sys, torch; from selfconv.nn import AffineSelfConv2d; "
+        "from selfconv.testing import run_observed; "
         "layer = AffineSelfConv2d(4, 4, 3, num_heads=2, group='p4', backend='numba'); "
         "layer(torch.randn(1, 4, 4, 5, 5)).sum().backward(); "
-        "assert layer.psi_k.grad is not None; assert 'torch._dynamo' not in sys.modules"
+        "assert layer.psi_k.grad is not None; "
+        "run_observed(layer, torch.randn(1, 4, 4, 5, 5), lambda *_: None); "
+        "assert 'torch._dynamo' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

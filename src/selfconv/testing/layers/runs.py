@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from selfconv._compiler import untraced
 from selfconv.nn import SqueezeExcite
 from selfconv.testing.kinds import Kind, as_tuple
 from selfconv.testing.leaves import Nesting, as_tensor, check_dense, flat, flatten, own
@@ -110,14 +111,14 @@ def run_observed(
     counts: Counter[str] = Counter()
     running = ["the model"]  # and layers in it
 
-    @torch.compiler.disable  # keeps the hooks out of the compiled graph
+    @untraced  # keeps the hooks out of the compiled graph
     def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         running.append(name or "the model")
         leaves, nesting = flatten((args, kwargs))
         changed = observe((name, counts[name]), module, "input", leaves, nesting)
         return None if changed is None else nesting.nested(changed)
 
-    @torch.compiler.disable
+    @untraced
     def after(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         leaves, nesting = flatten(output)
         changed = observe((name, counts[name]), module, "output", leaves, nesting)

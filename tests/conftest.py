@@ -22,6 +22,7 @@ settings.register_profile("same", deadline=None, max_examples=25, derandomize=Tr
 settings.register_profile("new", deadline=None, max_examples=25, print_blob=True)
 settings.load_profile("same" if EFFORT == 1 else "new")
 torch.set_num_threads(1)
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no pool of processes, each of which imports torch
 if not torch.cuda.is_available():  # before anything imports triton, which reads it once
     os.environ["TRITON_INTERPRET"] = "1"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_runs import run_cli, selfconv, tiny_config, tiny_data
+from helpers.tiny_runs import run_cli, tiny_config, tiny_data
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -121,10 +121,11 @@ def test_a_shipped_name(tmp_path: Path, work: Path, capsys: pytest.CaptureFixtur
         ),
     ],
 )
-def test_bad_initial_models(options: list[str], message: str, work: Path, tmp_path: Path) -> None:
+def test_bad_initial_models(
+    options: list[str], message: str, work: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "run"
-    found = selfconv("train", "--data", work / "tiny.npz", "--epochs", "1", "--out", out, *options)
-    assert found.returncode == 2
-    [line] = found.stderr.splitlines()
+    assert run_cli("train", "--data", work / "tiny.npz", "--epochs", "1", "--out", out, *options) == 2
+    [line] = capfd.readouterr().err.splitlines()
     assert re.search(message, line), line
     assert not out.exists()

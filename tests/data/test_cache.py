@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -351,6 +352,21 @@ def test_a_damaged_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pyt
         pytest.warns(UserWarning, match="ignored, since its images have changed"),
         pytest.raises(DataError, match=r"cannot be written \(Permission denied\): name another folder"),
     ):
+        load_data(root, memory=0, cache=tmp_path / "cache")
+
+
+def test_a_damaged_cache_that_cannot_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = gallery(tmp_path / "cells", "plain")
+    load_data(root, memory=0, cache=tmp_path / "cache")
+    (images,) = (tmp_path / "cache").rglob("images/*/images")
+    flip_a_byte(images)
+
+    def refused(*args: object, **kwargs: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    advice = rf"^{re.escape(str(images.parent))}: .*; some have changed: delete this folder$"
+    with pytest.warns(UserWarning, match="changed"), pytest.raises(DataError, match=advice):
         load_data(root, memory=0, cache=tmp_path / "cache")
 
 

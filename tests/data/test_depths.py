@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import struct
 import tracemalloc
 import warnings
@@ -22,7 +23,7 @@ from PIL import Image, ImageOps
 
 from selfconv.data import Clipping, DataError, PixelRange, fit, load_data, read_image, read_images
 from selfconv.data import images as images_module
-from selfconv.data.images import Item, read_values
+from selfconv.data.images import Item, is_image_name, read_values
 from selfconv.data.pixels import UnreadableError, _resize, choose_range
 
 RANDOM = np.random.default_rng(0)
@@ -362,6 +363,30 @@ class TestFiles:
         with pytest.raises(DataError, match=r"x.png: expected 16 channels; got 1$"):
             read_image(tmp_path / "x.png", 8, 16)
 
+    def test_a_pfm_in_colour(self, tmp_path: Path) -> None:
+        (tmp_path / "x.pfm").write_bytes(b"PF\n5 6\n-1.0\n" + bytes(5 * 6 * 3 * 4))
+        with pytest.raises(
+            DataError, match=r"x.pfm: expected a PFM of one channel \(Pf\); got one in colour"
+        ):
+            read_image(tmp_path / "x.pfm", 8, 1)
+
+    @pytest.mark.parametrize(
+        ("name", "content"),
+        [
+            ("x.pbm", b"P1\n3 2\n0 1 0\n1 1 0\n"),
+            ("x.pbm", b"P4\n3 2\n" + bytes([0b010_00000, 0b110_00000])),
+            ("x.pnm", b"P5\n3 2\n255\n" + bytes([255, 0, 255, 0, 0, 255])),
+            ("x.pnm", b"P2\n3 2\n300\n300 0 300 0 0 300\n"),
+        ],
+    )
+    def test_bitmaps_and_any_map(self, tmp_path: Path, name: str, content: bytes) -> None:
+        """In a bitmap 1 is black."""
+        (tmp_path / name).write_bytes(content)
+        assert is_image_name(tmp_path / name)
+        found = read_values(Item("x", tmp_path / name))[..., 0]
+        assert np.array_equal(found > 0, [[1, 0, 1], [0, 0, 1]])
+        assert {*np.unique(found)} <= {0, 255, 300}
+
     def test_pfm(self, tmp_path: Path) -> None:
         array = RANDOM.normal(size=(6, 5)).astype("<f4")
         (tmp_path / "x.pfm").write_bytes(b"Pf\n5 6\n-1.0\n" + array[::-1].tobytes())
@@ -378,6 +403,7 @@ class TestFiles:
                 for shape in [(7, 24, 24), (16, 24, 24), (12, 20, 30), (4, 7, 24, 24)]
             ),
             *((shape, "channels first") for shape in [(5, 3, 20, 16), (5, 1, 20, 16), (3, 20, 16)]),
+            *((shape, "channels first") for shape in [(5, 3, 2, 2), (5, 9, 4, 4), (9, 4, 4)]),
             ((24, 24, 20), "more than 16 channels"),
             ((24, 24, 24), "more than 16 channels"),
             ((20, 16, 16), "a stack of grey images"),
@@ -673,6 +699,60 @@ class TestRange:
         ):
             load_data(tmp_path / "dim")
 
+    @pytest.mark.filterwarnings("ignore:.* and are clipped")
+    @pytest.mark.parametrize(
+        ("array", "pixel_range", "said"),
+        [
+            (np.arange(6, dtype=np.uint8), "-5,5", "6 of 11 levels, from 0 to 5, of the range -5 to 5$"),
+            (
+                np.arange(6, dtype=np.uint8),
+                "1e3,2e3",
+                "1 of 1001 levels, from 1000 to 1000, of the range 1000",
+            ),
+            (
+                np.full(6, 3.5, np.float32),
+                "auto",
+                "1 of 65536 levels, from 3.5 to 3.5, of the range 3.5 to 4.5:",
+            ),
+            (
+                np.arange(-5, 1, dtype=np.int16),
+                "dtype",
+                "6 of 65536 levels, from -5 to 0, of the range of each",
+            ),
+            (
+                np.array([0, 0, 0.5], np.float32),
+                "-1,1",
+                "2 of 65536 levels, from 0 to 0.5, of the range -1 to 1",
+            ),
+        ],
+    )
+    def test_a_warning_of_few_levels_has_values_of_the_files(
+        self, tmp_path: Path, array: np.ndarray, pixel_range: str, said: str
+    ) -> None:
+        images = np.resize(array, (20, 8, 8))
+        labels = np.arange(20) % 2
+        np.savez(tmp_path / "x.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
+        with pytest.warns(UserWarning, match="x: the images use") as caught:
+            load_data(tmp_path / "x.npz", pixel_range=pixel_range)
+        [message] = [str(one.message) for one in caught if "the images use" in str(one.message)]
+        assert re.match(f"x: the images use {said}", message), message
+
+    @pytest.mark.parametrize("kind", ["npz", "folder"])
+    def test_the_images_of_every_part_count(self, tmp_path: Path, kind: str) -> None:
+        """For the automatic range, and so for the warning that another range may fit them better."""
+        dim, bright = (RANDOM.integers(0, high, (20, 8, 8)).astype(np.uint16) for high in (256, 30_000))
+        labels = np.arange(20) % 2
+        if kind == "npz":
+            np.savez(tmp_path / "x.npz", x_train=dim, y_train=labels, x_test=bright, y_test=labels)
+        for part, images in (("train", dim), ("test", bright)):
+            for i, image in enumerate(images):
+                (tmp_path / "x" / part / "ab"[i % 2]).mkdir(parents=True, exist_ok=True)
+                tifffile.imwrite(tmp_path / "x" / part / "ab"[i % 2] / f"{i}.tif", image)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            data = load_data(tmp_path / ("x.npz" if kind == "npz" else "x"))
+        assert data.pixels == PixelRange("uint16", 0, 32767)
+
     def test_bad_ranges(self, tmp_path: Path) -> None:
         for text in ("", "full", "1", "1,2,3", "5,5", "9,2", "nan,1", "0,inf"):
             with pytest.raises(DataError, match=r"^range: expected auto, dtype, or LOW,HIGH .*; got '"):
@@ -728,6 +808,24 @@ class TestChannels:
         np.save(tmp_path / "a" / "five.npy", noise(8, 8, 5, dtype=np.uint8, high=256))
         with pytest.raises(DataError, match=r"expected .* same number of channels; got 1, 5 \(a/five.npy\)"):
             load_data(tmp_path)
+
+    @pytest.mark.parametrize("suffix", ["npy", "npz"])
+    @pytest.mark.parametrize(
+        "shape", [(8, 8, 4), (8, 8, 8), (4, 4, 4), (3, 9, 2), (8, 20, 3), (20, 4, 4), (20, 16, 16), (3, 2, 1)]
+    )
+    def test_channels_that_can_only_be_last(
+        self, tmp_path: Path, shape: tuple[int, int, int], suffix: str
+    ) -> None:
+        stack, labels = noise(40, *shape, dtype=np.uint8, high=256), np.arange(40) % 2
+        if suffix == "npy":
+            for label in (0, 1):
+                (tmp_path / "x" / str(label)).mkdir(parents=True)
+                np.save(tmp_path / "x" / str(label) / "cells.npy", stack[labels == label])
+            source = tmp_path / "x"
+        else:
+            source = tmp_path / "x.npz"
+            np.savez(source, x_train=stack, y_train=labels, x_test=stack, y_test=labels)
+        assert load_data(source, image_size=min(shape[:2])).in_channels == shape[2]
 
     def test_npz(self, tmp_path: Path) -> None:
         stack = noise(20, 8, 8, 4)

@@ -148,6 +148,29 @@ def test_labels_with_names_beside_labels_without(tmp_path: Path, named: str, oth
         load_data(tmp_path)
 
 
+@pytest.mark.parametrize("given", [".", "v1.2/"])
+def test_the_name_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    folder = tmp_path / "v1.2"
+    write(folder / "train.parquet", inside(20), ["a", "b"] * 10)
+    monkeypatch.chdir(folder if given == "." else tmp_path)
+    assert load_data(given).name == "v1.2"
+
+
+@pytest.mark.parametrize("part", ["train", "test"])
+@pytest.mark.parametrize(
+    ("labels", "names"), [([0, 1, None, 1] * 5, ["a", "b"]), ([0.5, 1.5, float("nan"), 1.5] * 5, None)]
+)
+def test_rows_without_a_label_are_named(
+    tmp_path: Path, labels: list[Any], names: list[str] | None, part: str
+) -> None:
+    """In every part, by number."""
+    whole = [label if label == label and label is not None else labels[0] for label in labels]
+    write(tmp_path / "x" / "train.parquet", inside(20), labels if part == "train" else whole, names)
+    write(tmp_path / "x" / "test.parquet", inside(20), labels if part == "test" else whole, names)
+    with pytest.raises(DataError, match=rf"x: expected .*; got (None|nan) in {part}\[2\]$"):
+        load_data(tmp_path / "x")
+
+
 def test_labels_in_two_spellings(tmp_path: Path) -> None:
     one, two = (unicodedata.normalize(form, "é") for form in ("NFC", "NFD"))
     data = load_data(write(tmp_path / "x.parquet", inside(20), ([one, "b"] * 6 + [two, "b"] * 4)))

@@ -110,6 +110,17 @@ class TestCopies:
             "(first: test/a/slide0_0.png = train/a/slide0_0.png), "
         )
 
+    def test_what_to_do_about_them(self, tmp_path: Path) -> None:
+        """Only sources that have groups are told of them."""
+        x, y = RANDOM.integers(0, 256, (40, 8, 8), np.uint8), np.arange(40) % 2
+        np.savez(tmp_path / "x.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+        with pytest.warns(UserWarning, match="so the accuracy on them says little; remove copies$"):
+            load_data(tmp_path / "x.npz", validation=0)
+        root = slides(tmp_path / "cells")
+        shutil.copytree(root / "a", root / "a" / "again")
+        with pytest.warns(UserWarning, match="remove copies, or keep them together with --group-by$"):
+            load_data(root)
+
     @pytest.mark.filterwarnings("error")
     def test_no_warning_without_duplicates(self, tmp_path: Path) -> None:
         load_data(slides(tmp_path))

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ import onnxruntime
 import pytest
 import tifffile
 import torch
+from helpers.bombs import png_that_claims
 from helpers.tiny_runs import run_cli, tiny_config
 from PIL import Image
 
 from selfconv import _text
 from selfconv.cli import command_line
-from selfconv.data import load_data
+from selfconv.data import DataError, load_data
 from selfconv.explorer._server import read_upload
 from selfconv.train import RunError, train
 from selfconv.trained import evaluate, evaluation, export, open_trained, predict
@@ -230,7 +232,30 @@ def test_values_outside_the_training_range_cause_a_warning(
     assert "are above the range 0 to 4095, and are clipped" in capsys.readouterr().err
 
 
-def test_data_sets_with_a_name_need_no_range(work: Path) -> None:
+@pytest.mark.parametrize("pixel_range", ["auto", "0,15"])
+@pytest.mark.parametrize("depth", [4, 12])
+def test_data_sets_with_a_name_need_no_range(tmp_path: Path, depth: int, pixel_range: str) -> None:
+    """Their bytes 0 and 255 are the pixels 0 and 1, whatever the range of the training images."""
+    digits, most = load_data("digits", validation=0).train, 2**depth - 1
+    for index in range(200):
+        pixels, label = digits.images[index, 0].numpy(), int(digits.labels[index])
+        (tmp_path / "own" / str(label)).mkdir(parents=True, exist_ok=True)
+        deep = np.rint(pixels * (most / 255)).astype(np.uint8 if depth == 4 else np.uint16)
+        tifffile.imwrite(tmp_path / "own" / str(label) / f"{index:03}.tif", deep)
+    config = tiny_config(tmp_path / "own", epochs=1).replaced("data", pixel_range=pixel_range)
+    train(config, tmp_path / "run", quiet=True)
+    trained = open_trained(tmp_path / "run")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        data = trained.open_data("digits")
+    assert torch.equal(data.test.images, load_data("digits").test.images)
+    assert data.test.levels == 255
+    assert evaluate(trained, data="digits").images == len(data.test)
+    with pytest.raises(DataError, match=r"^range: applies to folders, .*; got digits$"):
+        trained.open_data("digits", "0,255")
+
+
+def test_data_sets_with_a_name_and_other_classes(work: Path) -> None:
     trained = open_trained(work / "runs" / "deep")
     with pytest.raises(RunError, match=r"expected images of .*; digits has 10 classes"):
         trained.open_data("digits")
@@ -333,6 +358,21 @@ def test_evaluate_on_other_images_needs_a_fitting_range(
     assert run_cli("evaluate", work / "runs" / "bytes", "--data", work / "deep", "--range", "0,4095") == 0
     assert run_cli("evaluate", work / "runs" / "bytes", "--range", "0,4095") == 2
     assert "--range needs --data" in capsys.readouterr().err
+    for command in (["evaluate", "--data"], ["predict"]):
+        assert (
+            run_cli(command[0], work / "runs" / "bytes", *command[1:], work / "bytes", "--range", "auto") == 2
+        )
+        assert "range: expected dtype, or LOW,HIGH with LOW < HIGH; got 'auto'" in capsys.readouterr().err
+
+
+def test_warnings_of_libraries_are_not_printed(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What they are about is an error that says so."""
+    (tmp_path / "large.png").write_bytes(png_that_claims(10_000, 10_000))
+    assert run_cli("predict", work / "runs" / "bytes", tmp_path / "large.png") == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert "large.png: expected up to 89 million pixels; got 10000×10000, 100 million" in line
 
 
 def copy_of(work: Path, place: Path, run: str = "bytes") -> Path:

@@ -35,6 +35,7 @@ def main(args: Sequence[str] | None = None) -> None:
     warnings.showwarning = _warn
     for kind in (DeprecationWarning, FutureWarning):  # from libraries: a user can do nothing about them
         warnings.simplefilter("ignore", kind)
+    warnings.filterwarnings("ignore", "Image size .* decompression bomb")  # Pillow's, before our own error
     try:
         with _sigterm_raises():
             _call(args)

@@ -96,12 +96,7 @@ class Dataset:
     @cached_property
     def counts(self) -> NDArray[np.int64]:
         """How often each channel of the training images has each value ``[C, levels + 1]``."""
-        values = self.train.levels + 1
-        counts = np.zeros((self.in_channels, values), np.int64)
-        for chunk in self.train.chunks():
-            for channel, pixels in enumerate(chunk.unbind(1)):
-                counts[channel] += np.bincount(pixels.numpy(force=True).ravel(), minlength=values)
-        return counts
+        return _count_values(self.train)
 
     @cached_property
     def _moments(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -288,18 +283,34 @@ def _split(part: SourcePart, levels: int) -> Split:
     return Split(torch.from_numpy(owned).permute(0, 3, 1, 2), labels, levels=levels, names=part.names)
 
 
-def warn_about_data(data: Dataset) -> None:
-    """Warns about identical images in two splits, and about values that do not fit the range."""
+def _count_values(split: Split) -> NDArray[np.int64]:
+    values = split.levels + 1
+    counts = np.zeros((split.shape[1], values), np.int64)
+    for chunk in split.chunks():
+        for channel, pixels in enumerate(chunk.unbind(1)):
+            counts[channel] += np.bincount(pixels.numpy(force=True).ravel(), minlength=values)
+    return counts
+
+
+def warn_about_data(data: Dataset, *, has_groups: bool) -> None:
+    """Warns about identical images in two splits, and about values that do not fit the range.
+
+    Args:
+        has_groups: whether the source takes ``group_by``.
+    """
     data.clipping.warn(data.name, data.pixels)
+    advice = "remove copies" + ", or keep them together with --group-by" * has_groups
     for message in leaks({"train": data.train, "val": data.val, "test": data.test}):
-        warnings.warn(f"{data.name}: {message}", stacklevel=3)
-    used = np.flatnonzero(data.counts.sum(0))
+        warnings.warn(f"{data.name}: {message}; {advice}", stacklevel=3)
+    counts = [data.counts, *map(_count_values, (data.val, data.test))]  # of all images, as for the range
+    used = np.flatnonzero(sum(one.sum(0) for one in counts))
     span = int(used[-1] - used[0])
     levels = data.train.levels
     if len(used) < FEW_LEVELS or span < SMALL_SHARE * levels:
+        low, high = (data.pixels.value(int(used[end])) for end in (0, -1))
         hint = ": --range LOW,HIGH may fit them better" if span < levels / 2 else ""
         warnings.warn(
-            f"{data.name}: the images use {len(used)} of {levels + 1} levels, from {used[0]} to {used[-1]}, "
+            f"{data.name}: the images use {len(used)} of {levels + 1} levels, from {low:g} to {high:g}, "
             f"of the range {data.pixels}{hint}",
             stacklevel=3,
         )
@@ -346,6 +357,18 @@ def _format_shape(shape: Sequence[int]) -> str:
     return "×".join(map(str, shape))
 
 
+def channels_may_be_first(image: Sequence[int]) -> bool:
+    """Whether the sizes of an image ``[H, W, C]`` may be ``[C, H, W]``.
+
+    That is if the first is a number of channels and less than both others, or these are the sides of a square
+    and it is not.
+    """
+    first, second, third = image
+    if not 1 <= first <= MAX_CHANNELS or third == 1:
+        return False
+    return first < min(second, third) or first != second == third
+
+
 def _check_images(what: str, x: Images | Stack) -> Stack:
     """Images as [N, H, W, C]."""
     if isinstance(x, Stack):
@@ -355,8 +378,7 @@ def _check_images(what: str, x: Images | Stack) -> Stack:
         raise DataError(f"{what}: {expected}; got {x.dtype}")
     if x.ndim == 3:
         x = x[..., None]
-    first, *sides = x.shape[1:] if x.ndim == 4 else (0, 0, 0)
-    channels_first = first in (1, 3) and (first < min(sides) or first != sides[0] == sides[1])
+    channels_first = x.ndim == 4 and channels_may_be_first(x.shape[1:])
     if x.ndim != 4 or not 1 <= x.shape[3] <= MAX_CHANNELS or channels_first:
         hint = " (channels come last)" if channels_first else ""
         raise DataError(f"{what}: {expected}; got shape {list(x.shape)}{hint}")

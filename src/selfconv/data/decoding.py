@@ -158,7 +158,10 @@ def decode_all(
                         f"{folder}: the decoded images of {what} cannot be written "
                         f"({error.strerror or error}): name another folder in $SELFCONV_DATA"
                     ) from error
-    return _open_cache(folder, limit)
+    try:
+        return _open_cache(folder, limit)
+    except DataError as error:  # of damaged files that could not be deleted above
+        raise DataError(f"{error}: delete this folder") from error
 
 
 class _Reader:

@@ -118,21 +118,20 @@ def _pillow_reads(page: Any) -> bool:
         and page.samplesperpixel == samples
         and compression in compressions
         and (page.predictor == 1 or compression in _UNPREDICTED_BY_PILLOW)
-        and (kind != "PALETTE" or page.colormap is not None)
+        and (kind != "PALETTE" or (page.colormap is not None and not _has_byte_colours(page)))
         and (kind != "CIELAB" or _of_raw_samples(page))
         and not turned
-        and not (samples == 1 and _has_byte_colours(page))  # which Pillow takes for nearly black
     )
-
-
-def _has_byte_colours(page: Any) -> bool:
-    """Whether a palette has colours up to 255, as old programs wrote them, instead of 65535."""
-    return page.colormap is not None and page.colormap.max(initial=0) < 256
 
 
 def _of_raw_samples(page: Any) -> bool:
     """Whether the pixels of a JPEG in a TIFF file are its samples, which tifffile would take for YCbCr."""
     return page.compression in _JPEG and page.planarconfig == 1 and not page.is_jfif
+
+
+def _has_byte_colours(page: Any) -> bool:
+    """Whether the colours of a palette end at 255, as old programs wrote them; to Pillow they are black."""
+    return bool(page.colormap.max(initial=0) < 256)
 
 
 def _check_colours(page: Any, one: bool, shape: tuple[int, ...]) -> None:

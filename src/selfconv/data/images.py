@@ -1,7 +1,8 @@
 """Reads image files in their own depth and channels, for every module. Needs the extra ``train``.
 
-Pillow reads what has 8 bits in one or three channels, NumPy ``.npy``, and ``formats.py`` the rest: tifffile
-other TIFF files (16 and 32 bits, floating point, alpha, more channels, other compressions), imagecodecs PNG
+Pillow reads what has 8 bits in one or three channels, NumPy ``.npy``, and ``formats.py`` the rest: PGM and
+PPM files in which 255 is not white; by tifffile, TIFF files that Pillow does not read as they are (16 and 32
+bits, floating point, alpha, more channels, and 8 bits in some colours and compressions); by imagecodecs, PNG
 files of 16 bits.
 """
 
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from selfconv._extras import require
 from selfconv._files import FileRefused, check_file
-from selfconv.data.dataset import MAX_PIXELS, MAX_SIZE
+from selfconv.data.dataset import MAX_PIXELS, MAX_SIZE, channels_may_be_first
 from selfconv.data.formats import (
     DAMAGED,
     ORIENTATION,
@@ -54,9 +55,11 @@ IMAGE_SUFFIXES = {
     ".jpeg",
     ".jpg",
     ".npy",
+    ".pbm",
     ".pfm",
     ".pgm",
     ".png",
+    ".pnm",
     ".ppm",
     ".tif",
     ".tiff",
@@ -288,6 +291,8 @@ def _open(item: Item, max_pixels: int) -> Iterator[Image | NDArray[Any]]:
             else:
                 yield found
                 return
+        if head[:3].split() == [b"PF"]:
+            raise UnreadableError("expected a PFM of one channel (Pf); got one in colour (PF)")
         if isinstance(source, io.BytesIO):
             source.seek(0)
         with PIL.Image.open(source, formats=IMAGE_FORMATS) as image:
@@ -337,8 +342,10 @@ def _refuse_ambiguous(shape: tuple[int, ...]) -> None:
     if len(shape) not in (3, 4):
         return
     first, height, width = shape[-3:]
-    several = (1 if len(shape) == 4 else 2) <= first <= MAX_CHANNELS
-    if several and (first < min(height, width) or (len(shape) == 3 and _is_stack(shape))):
+    may_count_images = len(shape) == 3 and first > 1 and width > MAX_CHANNELS
+    if (may_count_images and first <= MAX_CHANNELS) or (
+        (len(shape) == 4 or first > 1) and channels_may_be_first(shape[-3:])
+    ):
         doubt = "which may have channels first"
     elif len(shape) == 3 and first == height and width > MAX_CHANNELS:
         doubt = f"which may have more than {MAX_CHANNELS} channels"

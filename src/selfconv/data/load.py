@@ -8,7 +8,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from selfconv.data.dataset import AbsentDataError, Dataset, warn_about_data
+from selfconv._arguments import describe_value, is_whole, of_python
+from selfconv.data.dataset import MAX_SIZE, AbsentDataError, Dataset, warn_about_data
 from selfconv.data.pixels import DataError, GroupError, parse_range
 from selfconv.data.sources.cifar import ARCHIVES, load_cifar
 from selfconv.data.sources.hugging_face import PREFIX, list_hub, list_parquet, parquet_files
@@ -50,7 +51,8 @@ def load_data(
             validation set. 45,000 + 5,000 images of CIFAR with the default.
         pixel_range: which values become the pixels 0 and 1: ``"auto"``, ``"dtype"`` or ``"LOW,HIGH"``.
         group_by: images of one group stay on one side of every split. For a folder, a regular expression,
-            whose first capture group in the file's path is the group. For a CSV file or Parquet, a column.
+            whose first capture group in the file's path is the group. For Parquet, a column. For a CSV file,
+            a column, or if there is none with this name a regular expression on the path.
         channels: convert image files to grey (1) or colour (3), as ``read_image`` does; by default they are
             in colour if any is.
         memory: bytes for images; if files need more, they are decoded once into a memory-mapped file in the
@@ -62,8 +64,9 @@ def load_data(
     Raises:
         DataError: the data are invalid; the message is one line that names them and the reason.
     """
-    if image_size is not None and image_size < 1:
-        raise DataError(f"image_size: expected a positive number of pixels; got {image_size}")
+    if image_size is not None and not (is_whole(image_size) and 1 <= image_size <= MAX_SIZE):
+        found = describe_value(image_size)
+        raise DataError(f"image_size: expected an integer from 1 to {MAX_SIZE}; got {found}")
     if not 0 <= validation < 1:
         raise DataError(
             f"validation: expected a fraction of the training images, 0 ≤ validation < 1; got {validation}"
@@ -73,8 +76,9 @@ def load_data(
     if memory is not None and not memory >= 0:
         raise DataError(f"memory: expected a number of bytes ≥ 0; got {memory}")
     parse_range(pixel_range)
+    size = None if image_size is None else of_python(image_size)
     cache = default_cache() if cache is None else Path(cache)
-    split_options: dict[str, Any] = {"image_size": image_size, "seed": seed, "validation": validation}
+    split_options: dict[str, Any] = {"image_size": size, "seed": seed, "validation": validation}
     file_options: dict[str, Any] = {
         "pixel_range": pixel_range,
         "group_by": group_by,
@@ -93,7 +97,7 @@ def load_data(
     except OSError as error:
         place = error.filename if error.filename is not None else source
         raise DataError(f"{place}: {error.strerror or error}") from error
-    warn_about_data(data)
+    warn_about_data(data, has_groups=Path(source).suffix.lower() != ".npz")
     return data
 
 

@@ -135,6 +135,16 @@ class PixelRange:
         shifted = values.astype(np.float64) - low
         return np.clip(shifted * (self.levels / (high - low)), 0, self.levels)
 
+    def value(self, level: int) -> float:
+        """What a stored integer stands for in the files, to a hundred-thousandth of the range.
+
+        In files of several types that is not one value, and the integer itself is returned.
+        """
+        own = self.dtype if self.by_type else None
+        low, high = (self.low, self.high) if own is None else type_range(own)
+        digits = 5 - math.ceil(math.log10(high - low))
+        return round(low + (high - low) * level / self.levels, digits) + 0.0  # never -0
+
     def clipping(self, values: NDArray) -> Clipping:
         """How many values ``scale`` clips."""
         if self.by_type and values.dtype.kind != "f":

@@ -100,7 +100,7 @@ def leaks(parts: Mapping[str, Split]) -> Iterator[str]:
             yield (
                 f"{len(shared)} of {len(found[held])} {what[held]} images are identical to {what[used]} "
                 f"images (first: {_name(parts[held], shared[0])} = {_name(parts[used], theirs)}), so the "
-                "accuracy on them says little; remove copies, or keep them together with --group-by"
+                "accuracy on them says little"
             )
 
 

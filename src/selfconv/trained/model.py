@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +27,7 @@ from selfconv.data import (
     describe_channels,
     image_hashes,
     normalise,
+    parse_range,
     read_image,
 )
 from selfconv.models import (
@@ -102,7 +104,8 @@ class TrainedModel:
 
         Args:
             source: of the other data set, as ``load_data`` takes it; its images get the model's size.
-            pixel_range: of the other data set; by default that of the training images.
+            pixel_range: of the other data set; by default that of the training images. Data sets that are
+                found by name have bytes, whose range is 0 to 255, and take none.
         """
         if source is None:
             data = open_data(self.config, folder=self.run_folder)
@@ -112,9 +115,11 @@ class TrainedModel:
                     f"{_earlier_levels(self.data.pixels)}: --data tests on it as it is now"
                 )
             return data
-        own = pixel_range is None
-        if pixel_range is None:  # data sets with a name have bytes, and no option for their range
-            pixel_range = "auto" if source in NAMES else _range_option(self.data.pixels)
+        by_training = pixel_range is None and source not in NAMES
+        if pixel_range is not None:
+            parse_range(pixel_range, auto=False)
+        else:
+            pixel_range = _range_option(self.data.pixels) if by_training else "auto"
         config = self.config.replaced(
             "data",
             source=os.fspath(source),
@@ -128,12 +133,16 @@ class TrainedModel:
             data = open_data(config, channels=channels)  # with group_by: a moved folder has its digest
         except GroupError:
             data = open_data(config.replaced("data", group_by=None), channels=channels)
-        (ours, theirs) = (_classes_and_channels(info) for info in (self.data, DataInfo.of(data)))
-        known = {*self.data.class_names} & {*data.class_names}
-        if not known or self.data.in_channels != data.in_channels:
+        if not {*self.data.class_names} & {*data.class_names}:
+            ours, theirs = _classes(self.data.class_names), _classes(data.class_names)
             raise RunError(f"{self.name}: expected images of {ours}; {os.fspath(source)} has {theirs}")
+        if self.data.in_channels != data.in_channels:
+            ours, theirs = map(describe_channels, (self.data.in_channels, data.in_channels))
+            raise RunError(
+                f"{self.name}: expected images in {ours}; {os.fspath(source)} has images in {theirs}"
+            )
         data = _with_classes(data, self.data.class_names)
-        if own and not data.pixels.by_type and data.pixels.dtype != self.data.pixels.dtype:
+        if by_training and not data.pixels.by_type and data.pixels.dtype != self.data.pixels.dtype:
             raise RunError(
                 f"{self.name}: expected {self.data.pixels.dtype} values, as the training images have; "
                 f"{os.fspath(source)} has {data.pixels.dtype}: give their range with --range"
@@ -326,9 +335,8 @@ def _check_images(model: ResNet, info: DataInfo, folder: Path) -> None:
         )
 
 
-def _classes_and_channels(info: DataInfo) -> str:
-    names, channels = info.class_names, describe_channels(info.in_channels)
-    return f"{len(names)} classes ({', '.join(names[:3])}{', …' * (len(names) > 3)}) in {channels}"
+def _classes(names: Sequence[str]) -> str:
+    return f"{len(names)} classes ({_some(names)})"
 
 
 def _range_option(pixels: PixelRange) -> str:
@@ -364,5 +372,5 @@ def _with_classes(data: Dataset, names: list[str]) -> Dataset:
     return data.relabelled(labels, names)
 
 
-def _some(names: list[str]) -> str:
+def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + ", …" * (len(names) > 3)

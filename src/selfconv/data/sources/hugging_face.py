@@ -40,7 +40,8 @@ def list_parquet(path: Path, group_by: str | None) -> Listing:
         raise
     _check_class_names(str(path), [Path(name) for names in files.values() for name in names])
     folder = (path if path.is_dir() else path.parent).absolute()
-    return _list(str(path), path.stem, found, group_by, folder)
+    name = path.resolve().name if path.is_dir() else path.stem
+    return _list(str(path), name, found, group_by, folder)
 
 
 def parquet_files(folder: Path) -> list[Path]:
@@ -144,7 +145,9 @@ def _list(what: str, name: str, found: Any, group_by: str | None, folder: Path |
     for part, rows in parts.items():
         pictures = _as_images(f"{what}: {part}", rows.select_columns([image]), image)
         items = _items(what, part, pictures, image, folder)
-        labels = np.array([_label(what, names, value) for value in rows[label]], np.int64)
+        labels = np.array(
+            [_label(f"{part}[{row}]", what, names, value) for row, value in enumerate(rows[label])], np.int64
+        )
         groups = (
             None
             if group_by is None
@@ -229,21 +232,20 @@ def _column(what: str, features: Any, usual: str, fits: Callable[[Any], bool]) -
 
 
 def _classes(what: str, rows: Any, label: str) -> list[Any]:
-    names = getattr(rows.features[label], "names", None)
-    if names is not None:
-        return list(names)
     values = [nfc(value) if isinstance(value, str) else value for value in rows[label]]
     for row, value in enumerate(values):
-        if not isinstance(value, str | int | float) or type(value) is not type(values[0]):
+        known = isinstance(value, str | int | float) and type(value) is type(values[0])
+        if not known or value != value:  # NaN
             kinds = "a text or a number, of one type,"
             raise DataError(f"{what}: expected {kinds} in column {label!r}; got {value!r} in train[{row}]")
-    return sorted({*values})
+    names = getattr(rows.features[label], "names", None)
+    return sorted({*values}) if names is None else list(names)
 
 
-def _label(what: str, names: list[Any], value: Any) -> int:
+def _label(row: str, what: str, names: list[Any], value: Any) -> int:
     if isinstance(value, int) and not (names and isinstance(names[0], int)):
         return value  # of a ClassLabel
     value = nfc(value) if isinstance(value, str) else value
     if value not in names:
-        raise DataError(f"{what}: expected labels that are in the training part; got {value!r}")
+        raise DataError(f"{what}: expected labels that are in the training part; got {value!r} in {row}")
     return names.index(value)

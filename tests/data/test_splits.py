@@ -219,6 +219,16 @@ class TestManifest:
         with pytest.raises(DataError, match=why):
             load_data(manifest(tmp_path / "x.csv", *lines), group_by=group_by)
 
+    def test_groups_by_the_path_in_a_list(self, tmp_path: Path) -> None:
+        """Where no column has the name that is given."""
+        rows = []
+        for i in range(40):
+            Image.fromarray(np.full((8, 8), 6 * i, np.uint8)).save(tmp_path / f"slide{i // 4}_{i}.png")
+            rows.append(f"slide{i // 4}_{i}.png,{'ab'[i % 2]}")
+        data = load_data(manifest(tmp_path / "x.csv", "path,label", *rows), group_by=r"slide(\d+)_")
+        slides = [{name.partition("_")[0] for name in part.names} for part in data.parts]
+        assert sum(map(len, slides)) == len(set.union(*slides)) == 10
+
     def test_spaces_and_empty_groups(self, tmp_path: Path) -> None:
         rows = []
         for i in range(40):

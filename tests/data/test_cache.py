@@ -336,15 +336,21 @@ def test_a_damaged_layout_is_made_again(
     assert same(load_data(root), load_data(root, memory=0, cache=tmp_path / "cache"))
 
 
-def test_a_damaged_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def refused(*args: object, **kwargs: object) -> None:
+    raise PermissionError(13, "Permission denied")
+
+
+def with_damaged_cache(tmp_path: Path) -> tuple[Path, Path]:
+    """A folder of images, and the folder of its cache, in whose images a byte has changed."""
     root = gallery(tmp_path / "cells", "plain")
     load_data(root, memory=0, cache=tmp_path / "cache")
     (images,) = (tmp_path / "cache").rglob("images/*/images")
     flip_a_byte(images)
+    return root, images.parent
 
-    def refused(*args: object, **kwargs: object) -> None:
-        raise PermissionError(13, "Permission denied")
 
+def test_a_damaged_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, _ = with_damaged_cache(tmp_path)
     monkeypatch.setattr(decoding_module, "FileLock", refused)
     with pytest.warns(UserWarning, match="ignored, since its images have changed"):
         assert same(load_data(root), load_data(root, memory=1e9, cache=tmp_path / "cache"))
@@ -356,16 +362,9 @@ def test_a_damaged_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_damaged_cache_that_cannot_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = gallery(tmp_path / "cells", "plain")
-    load_data(root, memory=0, cache=tmp_path / "cache")
-    (images,) = (tmp_path / "cache").rglob("images/*/images")
-    flip_a_byte(images)
-
-    def refused(*args: object, **kwargs: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
+    root, folder = with_damaged_cache(tmp_path)
     monkeypatch.setattr(Path, "unlink", refused)
-    advice = rf"^{re.escape(str(images.parent))}: .*; some have changed: delete this folder$"
+    advice = rf"^{re.escape(str(folder))}: .*; some have changed: delete this folder$"
     with pytest.warns(UserWarning, match="changed"), pytest.raises(DataError, match=advice):
         load_data(root, memory=0, cache=tmp_path / "cache")
 

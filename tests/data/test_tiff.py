@@ -400,6 +400,14 @@ class TestColours:
         assert np.array_equal(values(tmp_path / "x.tif")[..., 0], array * 255)
 
 
+def same_after(path: Path, channels: int, bits: int, **options: Any) -> None:
+    """Writes an image without loss, grey or in colour, and compares what is read."""
+    array = noise(16, 24, channels, bits=bits)
+    colours = (array, "rgb") if channels == 3 else (array[..., 0], "minisblack")
+    found = each_way(path, colours[0], photometric=colours[1], **options)
+    assert np.array_equal(found[..., :channels], array)
+
+
 class TestCompressions:
     @pytest.mark.parametrize("bits", [8, 16])
     @pytest.mark.parametrize("channels", [1, 3])
@@ -407,14 +415,7 @@ class TestCompressions:
         "compression", ["jpeg2000", "jpegxl", "lerc", "png", "zstd", "lzma", "lzw", "packbits", "deflate"]
     )
     def test_lossless(self, tmp_path: Path, bits: int, channels: int, compression: str) -> None:
-        array = noise(16, 24, channels, bits=bits)
-        found = each_way(
-            tmp_path / "x.tif",
-            array if channels == 3 else array[..., 0],
-            photometric="rgb" if channels == 3 else "minisblack",
-            compression=compression,
-        )
-        assert np.array_equal(found[..., :channels], array)
+        same_after(tmp_path / "x.tif", channels, bits, compression=compression)
 
     @pytest.mark.parametrize("bits", [8, 16])
     @pytest.mark.parametrize("channels", [1, 3])
@@ -422,15 +423,7 @@ class TestCompressions:
     def test_differences_of_neighbours(
         self, tmp_path: Path, bits: int, channels: int, compression: str
     ) -> None:
-        array = noise(16, 24, channels, bits=bits)
-        found = each_way(
-            tmp_path / "x.tif",
-            array if channels == 3 else array[..., 0],
-            photometric="rgb" if channels == 3 else "minisblack",
-            compression=compression,
-            predictor=2,
-        )
-        assert np.array_equal(found[..., :channels], array)
+        same_after(tmp_path / "x.tif", channels, bits, compression=compression, predictor=2)
 
     def test_a_thumbnail_that_pillow_does_not_read(self, tmp_path: Path) -> None:
         """Pillow reads the first page of a file when it opens the file."""

@@ -114,7 +114,7 @@ def card(name: str, record: Record, evaluation: Evaluation) -> str:
   seed {record.seed}. `record.json` has every option.{attention}
 - **Runs**: these weights are of one run (n = 1). The test images were used once, after the last epoch.
 - **Versions**: selfconv {record.versions["selfconv"]}, torch {record.versions["torch"]},
-  commit {record.commit}.
+  commit {record.commit or "not known"}.
 - **Limits**: the paper trains for 100 epochs, so these accuracies are below the paper's. The network
   expects images like its training images: small and centred on one object. It names a class for every
   image, whatever the image shows.

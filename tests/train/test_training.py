@@ -6,6 +6,7 @@ import json
 import math
 import re
 import signal
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -18,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from selfconv import _version
 from selfconv._memory import keep_memory
 from selfconv.data import Batches, load_data
 from selfconv.models import ResNet, create_model
@@ -35,6 +37,7 @@ from selfconv.train import (
     paper_recipe,
     train,
 )
+from selfconv.train.files.record import commit
 from selfconv.train.setup import learning_rate, parameter_groups
 from selfconv.trained import open_trained
 
@@ -324,6 +327,27 @@ def test_files_of_a_finished_run(data: Path, tmp_path: Path, model: str) -> None
     assert record.data.digest == load_data(data).digest
     assert record.machine.threads == torch.get_num_threads()
     assert record.versions["torch"] == torch.__version__
+
+
+def test_a_record_names_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*arguments: str) -> str:
+        user = ("-c", "user.name=A", "-c", "user.email=a@example.org")
+        return subprocess.check_output(["git", *user, *arguments], cwd=tmp_path, text=True).strip()
+
+    package = tmp_path / Path(_version.__file__).relative_to(Path(__file__).parents[2])
+    package.parent.mkdir(parents=True)
+    package.write_text("")
+    monkeypatch.setattr(_version, "__file__", str(package))
+    assert commit() is None
+    git("init", "--quiet")
+    assert commit() is None  # nothing is committed yet
+    git("add", ".")
+    git("commit", "--quiet", "-m", "first")
+    assert commit() == git("rev-parse", "HEAD")
+    (tmp_path / "notes.txt").write_text("not of the repository")
+    assert commit() == git("rev-parse", "HEAD")
+    package.write_text("changed")
+    assert commit() == git("rev-parse", "HEAD") + "+"
 
 
 def test_test_images_are_used_once(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

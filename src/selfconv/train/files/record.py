@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from selfconv import _version
 from selfconv._files import describe_folder, parse_json, read_as
-from selfconv._version import __version__
 from selfconv.data import DataInfo
 from selfconv.models import WEIGHTS, list_models
 from selfconv.train.config import ModelOptions, RunConfig
@@ -147,7 +147,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     found = {
-        "selfconv": __version__,
+        "selfconv": _version.__version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),  # with its build (+cpu), which a wheel's metadata may omit
     }
@@ -161,7 +161,7 @@ def versions() -> dict[str, str]:
 
 def commit() -> str | None:
     """The commit of the checkout that the package runs from, with ``+`` if files were changed, or None."""
-    root = Path(__file__).parents[3]
+    root = Path(_version.__file__).parents[2]
     if not (root / ".git").exists():
         return None
     try:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import pytest
 import torch
@@ -29,6 +29,7 @@ from selfconv.train import (
     Diverged,
     Hardware,
     Recipe,
+    RecipeName,
     Run,
     RunConfig,
     Trainer,
@@ -104,6 +105,10 @@ def test_the_cosine_rises_then_falls_to_zero(epochs: int, steps: int, warmup: fl
 def test_invalid_recipes(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         Recipe(**options)
+
+
+def test_every_recipe_has_a_name_for_the_command() -> None:
+    assert tuple(RECIPES) == get_args(RecipeName)
 
 
 # ---- the configuration as JSON ----

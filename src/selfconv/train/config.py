@@ -6,7 +6,7 @@ It does not import torch, since the command's help is generated from it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -212,11 +212,15 @@ def short_recipe(model: str = "resnet29") -> Recipe:
     )
 
 
-RECIPES = {"paper": paper_recipe, "fast": fast_recipe, "short": short_recipe}
 RecipeName = Literal["paper", "fast", "short"]
+RECIPES: dict[RecipeName, Callable[[str], Recipe]] = {
+    "paper": paper_recipe,
+    "fast": fast_recipe,
+    "short": short_recipe,
+}
 
 
-def default_recipe(source: str) -> str:
+def default_recipe(source: str) -> RecipeName:
     """The name of the recipe for a data set."""
     return "paper" if source in ("cifar10", "cifar100") else "fast"
 

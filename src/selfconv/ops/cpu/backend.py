@@ -39,6 +39,8 @@ from selfconv.ops.cpu.threads import num_threads, run_workers
 from selfconv.ops.cpu.tiles import COUNTERS, MAP, MAPS, Map, Sizes
 
 TASKS = 16  # if there are fewer tasks than this, images are cut into strips of rows
+POSITIONS = 256  # a task takes as many blocks of images as have these positions together,
+TASKS_OF_SMALL = 8  # but leaves at least so many tasks
 INT64_BYTES = 8
 SHAPES = 64  # whose argument blocks a layer keeps, at most
 
@@ -279,9 +281,10 @@ def make_tiling(
     lane_heads = math.gcd(heads, lanes)
     lane_images, head_blocks = lanes // lane_heads, heads // lane_heads
     blocks = math.ceil(n / lane_images)
-    batch = max(1, min(256 // max(h * w, 1), blocks // 8))  # of small images, several blocks
+    batch = max(1, min(POSITIONS // max(h * w, 1), blocks // TASKS_OF_SMALL))
     batches = math.ceil(blocks / batch)
     parts = math.ceil(TASKS / max(batches * head_blocks, 1))
+    # backwards a strip repeats the work of 2·border rows of its neighbours: it is long enough for that to pay
     strip = min(h, max(math.ceil(h / parts), 4 * border * (walks - 1) + 4))
     strips = math.ceil(h / max(strip, 1))
 
@@ -404,7 +407,7 @@ class PreparedForward:
             if len(self._blocks) >= SHAPES:
                 self._blocks.clear()
             prepared = self._blocks[key] = self._prepare(packed, out, lse, table_k, table_v)
-        template, tiling, kept, offsets = prepared
+        template, tiling, (_, worker), offsets = prepared
         block = template.copy()
         scratch = packed.new_empty(tiling.scratch)
         data = packed.data_ptr()
@@ -413,7 +416,7 @@ class PreparedForward:
         block[MAPS : MAPS + 5 * MAP : MAP] = [
             *(data + offset for offset in offsets), out.data_ptr(), lse.data_ptr()
         ]  # fmt: skip
-        run_workers(kept[1], block.ctypes.data, tiling.scratch[0])
+        run_workers(worker, block.ctypes.data, tiling.scratch[0])
         return out
 
     def _prepare(

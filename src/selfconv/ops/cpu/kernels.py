@@ -2,8 +2,9 @@
 
 Heads and images never meet, so the lanes of a vector register are heads of images: the same channel, plane
 and position of each. A ``Vector`` is PARTS such registers, for PARTS columns side by side. All loads are
-then aligned, whatever the offset in the window; a filter value is one register, used for all columns; and
-sums over positions are sums of registers.
+then aligned to a register, whatever the offset in the window, and by ``cpu/tiles.py`` pairs of registers
+to a cache line; a filter value is one register, used for all columns; and sums over positions are sums of
+registers.
 
 For each output plane P and PARTS positions x the window is walked offset by offset:
 
@@ -90,12 +91,12 @@ def add_product(factor, affine, so_far, out, t):
 
 
 @njit(forceinline=True, **options)
-def add_products(planes, pair, cells, a, unit, x, side, c, column, sizes, so_far, out):
-    """out[t] = so_far[t] + unit · a_c(x) · A_c[t], of one plane or of two."""
+def add_products(planes, pair, cells, a, multiplier, x, side, c, column, sizes, so_far, out):
+    """out[t] = so_far[t] + multiplier · a_c(x) · A_c[t], of one plane or of two."""
     R, D, taps, plane = len(planes), len(pair), sizes.taps, sizes.plane
     other = taps * side.channels * (R + 1) * lanes_of(a)
-    factor = load(a, x + c * plane) * unit
-    factor2 = load(a, x + (c + (D - 1) * side.channels) * plane) * unit
+    factor = load(a, x + c * plane) * multiplier
+    factor2 = load(a, x + (c + (D - 1) * side.channels) * plane) * multiplier
     for t in range(taps):
         entry = c * taps + t
         affine, affine2 = affine_maps(
@@ -107,11 +108,11 @@ def add_products(planes, pair, cells, a, unit, x, side, c, column, sizes, so_far
 
 
 @njit(**options)
-def products(planes, pair, cells, a, unit, x, side, column, sizes, out):
-    """out[t] = Σ_c unit · a_c(x) · A_c[t], of one plane or of two."""
-    add_products(planes, pair, cells, a, unit, x, side, 0, column, sizes, None, out)
+def products(planes, pair, cells, a, multiplier, x, side, column, sizes, out):
+    """out[t] = Σ_c multiplier · a_c(x) · A_c[t], of one plane or of two."""
+    add_products(planes, pair, cells, a, multiplier, x, side, 0, column, sizes, None, out)
     for c in range(1, side.channels):
-        add_products(planes, pair, cells, a, unit, x, side, c, column, sizes, out, out)
+        add_products(planes, pair, cells, a, multiplier, x, side, c, column, sizes, out, out)
 
 
 @njit(**options)

@@ -36,6 +36,11 @@ from selfconv.ops.cpu.simd import (
 # The argument block: two counters that threads share, addresses, sizes, maps, and addresses of outputs.
 COUNTERS = 2
 Addresses = namedtuple("Addresses", "scratch scale window table_k table_v")
+# A window reaches ``border`` rows and ``margin`` columns to either side. ``reach_i`` and ``reach_j`` are the
+# same where the caller's keys and values have such a border (circular images), and else 0. The tiles of a
+# strip have ``halo`` more rows to either side. ``stride`` and ``plane`` are the numbers from one row of a
+# tile to the next, and from one tile to the next; ``neighbours`` those of all tiles of keys and values,
+# ``scratch`` those of a thread.
 Sizes = namedtuple(
     "Sizes",
     "tasks chunk scratch cells_room images planes height width c_k c_v taps shift border margin reach_i "

@@ -31,7 +31,8 @@ COLOURS = {
     "conv": "#0072B2", "sasa": "#CC79A7", "simple_asc": "#009E73", "asc": "#D55E00",
     "affine": "#E69F00", "depthwise": "#56B4E9",
 }  # fmt: skip
-SHAPES = ("ov^", "sPD", "h*p", "d8H")  # a string for each group: plain, with pooling, with SE
+# a string for each group: plain, with pooling, with SE; they repeat, and labels tell the groups apart
+SHAPES = ("ov^", "sPD", "h*p", "d8H")
 STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 8.5,

@@ -409,6 +409,20 @@ def test_the_rotation_curve_in_a_report(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "figures" / "rotation-digits.svg").is_file()
 
 
+def test_rotated_training_images_have_dashed_lines(tmp_path: Path) -> None:
+    lines = {"a": ("resnet29", "none"), "b": ("resnet29", "any"), "c": ("resnet29_asc", "any")}
+    for name, (model, rotate) in lines.items():
+        run = tmp_path / "runs" / name
+        make_run(run, model=model, data="digits", turned=[0.5] * 3, recipe={"rotate": rotate})
+    trials = [
+        {"folder": name, "model": model, "label": name, "table": ""} for name, (model, _) in lines.items()
+    ]
+    write_report([make_plan(tmp_path / "runs", trials, data="digits")], tmp_path / "out")
+    figure = (tmp_path / "out" / "figures" / "rotation.svg").read_text()
+    styles = re.findall(r'<path d="(?:[ML] [^"LM]*){25}"[^>]* style="([^"]*)"', figure)
+    assert ["stroke-dasharray" in style for style in styles] == [False, True, True]
+
+
 def test_advice_prefers_the_smaller_of_equal_networks(tmp_path: Path) -> None:
     """100 images tell accuracies of 80% apart by 4 points, not by 1."""
     for model, accuracy, parameters in (("resnet29", 0.81, 313_114), ("resnet29_asc", 0.8, 267_754)):

@@ -205,18 +205,19 @@ def rotation_picture(name: str, table: ResultTable) -> Picture | None:
 
     def draw(figure: Figure, wide: bool) -> None:
         axes = figure.add_subplot()
-        dashes = ("-", "--", ":", "-.")
-        seen: dict[tuple[str, str], int] = {}
+        dashes = {False: ("-", "-."), True: ("--", ":")}
+        seen: dict[tuple[str, str, bool], int] = {}
         for row in rows:
             colour, shape = _look(row.facts)
-            number = seen.setdefault((colour, shape), 0)  # the same network, trained in another way
-            seen[colour, shape] += 1
+            rotated = row.trials[0].config.recipe.rotate != "none"
+            number = seen.setdefault((colour, shape, rotated), 0)  # the same network, trained in another way
+            seen[colour, shape, rotated] += 1
             angles, values = [*row.at_angles], [sample.mean for sample in row.at_angles.values()]
             group = None if row.facts is None else GROUPS.get(row.facts.group)  # None: of another version
             planar = group is None or len(group) == 1
             axes.plot(
                 [*angles, 360], [*values, values[0]], color=colour, marker=shape, markersize=4,
-                linestyle=dashes[number % len(dashes)], linewidth=1.2 if planar else 2.4,
+                linestyle=dashes[rotated][number % 2], linewidth=1.2 if planar else 2.4,
                 label=_safe(row.label, 44),
             )  # fmt: skip
         axes.set_xticks(range(0, 361, 45 if wide else 90))
@@ -234,7 +235,7 @@ def rotation_picture(name: str, table: ResultTable) -> Picture | None:
         f"Accuracy in percent at every angle, {table.title}. Means over all angles: {values}.",
         f"Accuracy on {images:,} test images turned by every multiple of 15°, seen through a round mask: "
         "the mean over runs. Thick lines: networks on a group; if they are exactly equivariant, their lines "
-        "repeat after each rotation of the group.",
+        "repeat after each rotation of the group. Dashed lines: training images were rotated.",
         draw,
         heights=(3.6, 3.4 + 0.18 * len(rows)),
     )

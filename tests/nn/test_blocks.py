@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import ROOT
-from helpers.cases import GROUPS, LAYOUTS, Layout, channels_last
+from helpers.cases import EXACT_GROUPS, LAYOUTS, Layout, channels_last
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ HALF_TURN = ((-1, 0), (0, -1))
 FLIP = ((-1, 0), (0, 1))  # top to bottom
 DIAGONAL = ((0, 1), (1, 0))
 ALL = [
-    *map(get_group, (*GROUPS, "c8")),
+    *map(get_group, (*EXACT_GROUPS, "c8")),
     Group("p2", (IDENTITY, HALF_TURN)),
     Group("pm", (IDENTITY, FLIP)),
     Group("cm", (IDENTITY, DIAGONAL)),

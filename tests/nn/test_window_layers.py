@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import ROOT
-from helpers.cases import ALL_GROUPS, C2, MODES
+from helpers.cases import C2, MODES, TESTED_GROUPS
 from torch import Tensor, nn
 
 import selfconv.nn.attention.local_attention as local_attention
@@ -31,14 +31,14 @@ from selfconv.ops import affine_self_conv, reference
 from selfconv.testing import centre_error, equivariance_error, relative_error
 
 KINDS = (AffineSelfConv2d, LiftingSelfConv2d, SimpleAffineSelfConv2d, StandAloneSelfAttention2d)
-GROUPS = (*ALL_GROUPS, C2)
+WINDOW_GROUPS = (*TESTED_GROUPS, C2)
 REFLECTION = Group("mirror", (IDENTITY, MIRROR))
 kinds_and_groups = pytest.mark.parametrize(
     ("kind", "group"),
     [
         pytest.param(kind, group, id=f"{kind.__name__}-{group}")
         for kind in KINDS
-        for group in GROUPS
+        for group in WINDOW_GROUPS
         if not (kind is StandAloneSelfAttention2d and get_group(group).band_limited)
     ],
 )
@@ -224,7 +224,7 @@ def test_sequences(group: str | Group, mode: Any) -> None:
 # ---- concatenation, pooling to invariants, blocks ----
 
 
-@pytest.mark.parametrize("group", GROUPS, ids=str)
+@pytest.mark.parametrize("group", WINDOW_GROUPS, ids=str)
 def test_concatenation_and_pooling_on_every_group(group: str | Group) -> None:
     g = get_group(group)
     torch.manual_seed(0)

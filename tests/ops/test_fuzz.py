@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 from helpers.cases import (
-    ALL_GROUPS,
     FILTERS,
     LAYOUTS,
     SAME_NUMBERS,
+    TESTED_GROUPS,
     TOLERANCE,
     Case,
     Layout,
@@ -227,7 +227,7 @@ def run_sizes(sizes: Sizes) -> None:
 @examples(60)
 @given(
     sizes=st.builds(
-        Sizes, st.sampled_from(ALL_GROUPS), st.integers(0, 2), st.tuples(*[st.integers(0, 4)] * 2),
+        Sizes, st.sampled_from(TESTED_GROUPS), st.integers(0, 2), st.tuples(*[st.integers(0, 4)] * 2),
         st.integers(-1, 3), st.integers(-3, 5), st.tuples(*[st.integers(0, 3)] * 2),
         st.sampled_from((None, 0.0, 1.0)), st.sampled_from((None, "numba", "eager")),
     )
@@ -320,7 +320,7 @@ class Stack:
 
 @st.composite
 def stacks(draw: st.DrawFn) -> Stack:
-    group = draw(st.sampled_from(ALL_GROUPS))
+    group = draw(st.sampled_from(TESTED_GROUPS))
     names = sorted(LAYERS.keys() - ({"sasa"} if get_group(group).band_limited else set()))
     layers = tuple(draw(st.lists(st.sampled_from(names), min_size=1, max_size=3)))
     side = st.integers(1, 6 if group == "z2" else 4)

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 from helpers.cases import (
-    ALL_GROUPS,
     MODES,
     NAN_BITS,
+    TESTED_GROUPS,
     Case,
     Layout,
     assert_close,
@@ -206,7 +206,7 @@ def test_the_mean_of_the_largest_numbers_does_not_overflow(kernel_size: int, dty
 
 @pytest.mark.parametrize("layer", [AffineSelfConv2d, SimpleAffineSelfConv2d])
 @pytest.mark.parametrize("layout", [contiguous, channels_last], ids=lambda layout: layout.__name__)
-@pytest.mark.parametrize("group", ALL_GROUPS, ids=str)
+@pytest.mark.parametrize("group", TESTED_GROUPS, ids=str)
 def test_layers_that_pack_their_features(layer: type, layout: Layout, group: str | Group) -> None:
     """The layers hand over one tensor for q, k and v: same result and gradients as three of them."""
     module = layer(3, 4, 5, num_heads=2, group=group, dtype=torch.float64)

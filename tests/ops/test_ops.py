@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.cases import ALL_GROUPS, Case, assert_close
+from helpers.cases import TESTED_GROUPS, Case, assert_close
 from torch import Tensor
 
 from selfconv.groups import Group, get_group
 from selfconv.ops import BACKENDS, affine_conv, affine_self_conv, explain, reference
 
 
-@pytest.mark.parametrize("group", ALL_GROUPS, ids=str)
+@pytest.mark.parametrize("group", TESTED_GROUPS, ids=str)
 @pytest.mark.parametrize("dense", [False, True], ids=["channel", "dense"])
 def test_gradcheck(group: str | Group, dense: bool) -> None:
     case = Case(group, 1, (1, 2), 2, 3, (2, 3), dense=dense)
@@ -54,7 +54,7 @@ def test_alpha_one_and_no_beta_is_the_convolution(k: int) -> None:
     )
 
 
-@pytest.mark.parametrize("group", ALL_GROUPS, ids=str)
+@pytest.mark.parametrize("group", TESTED_GROUPS, ids=str)
 @pytest.mark.parametrize("dense", [False, True], ids=["channel", "dense"])
 def test_affine_conv_sums_the_affine_map(group: str | Group, dense: bool) -> None:
     g = get_group(group)
@@ -133,7 +133,7 @@ def test_scale_zero_is_a_scale() -> None:
 # ---- α ----
 
 
-@pytest.mark.parametrize("group", ALL_GROUPS, ids=str)
+@pytest.mark.parametrize("group", TESTED_GROUPS, ids=str)
 def test_attention_weights_are_the_references(group: str | Group) -> None:
     g = get_group(group)
     case = Case(group, 1, (2, 1), 2, 3, (3, 2))
@@ -193,7 +193,7 @@ def test_autocast_mixes_half_features_with_float_filters(backend: str | None) ->
 
 
 @pytest.mark.parametrize("backend", [None, "eager", "reference"])
-@pytest.mark.parametrize("group", ALL_GROUPS, ids=str)
+@pytest.mark.parametrize("group", TESTED_GROUPS, ids=str)
 def test_empty_batch(group: str | Group, backend: str | None) -> None:
     found = Case(group, 0, (2, 1), 2, 3, (4, 3)).gradients(backend=backend)
     assert found["out"].shape[0] == 0

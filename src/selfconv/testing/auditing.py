@@ -28,7 +28,7 @@ from selfconv.testing.layers.between import between_error, smooth_input
 from selfconv.testing.layers.judging import Excess, Judge, judged, output_error, turned
 from selfconv.testing.layers.rounding import coarsest
 from selfconv.testing.layers.runs import (
-    END,
+    OUTPUT_NAME,
     Images,
     first_line,
     look_away,
@@ -109,8 +109,8 @@ class Audit:
         return f"{claim} to {what} {where}: {self.culprit}: {self.reason}{excess}{advice}{whole}"
 
     def _of_the_whole(self) -> str:
-        """That the output is equivariant although a layer is not, where it is."""
-        if not (self._exact and self.error <= self._rounding) or END[0][0] in (
+        """A note for networks whose output is equivariant although a layer is not."""
+        if not (self._exact and self.error <= self._rounding) or OUTPUT_NAME in (
             self.culprit,
             *self.uncompared,
         ):
@@ -143,7 +143,7 @@ class Audit:
             return f"no fault found {where}"
         shift = max((layer.shift for layer in self.layers if layer.shift is not None), default=None)
         measured = f": shift error {shift:.1e}" if shift is not None else ""
-        if self._exact and END[0][0] not in self.uncompared:
+        if self._exact and OUTPUT_NAME not in self.uncompared:
             measured = f": output error {self.error:.1e}"
         return f"equivariant to {what} {where}{measured}"
 
@@ -336,22 +336,22 @@ def audit(
         near = symmetric_sizes(model, images, input_size, axes)
         sizes = [n for n in near if not judged(model, images(n), *options)[0].faults]
     return Audit(
-        group,
-        input_size,
-        tolerance,
-        layers,
-        error,
-        judge.faults,
-        sizes,
-        off_grid,
-        resampling,
-        judge.raised(),
-        sequences,
-        judge.shifted.untested,
-        judge.shifted.compared,
-        uncompared,
-        judge.excess,
-        between if group.band_limited else None,
+        group=group,
+        size=input_size,
+        tolerance=tolerance,
+        layers=layers,
+        error=error,
+        faults=judge.faults,
+        sizes=sizes,
+        between=off_grid,
+        resampling=resampling,
+        rounded=judge.lowered_precision(),
+        sequences=sequences,
+        untested=judge.shifted.untested,
+        shifted=judge.shifted.compared,
+        uncompared=uncompared,
+        excess=judge.excess,
+        limit=between if group.band_limited else None,
     )
 
 
@@ -378,7 +378,7 @@ def _check_changing(
 
 def _check_compared(judge: Judge, uncompared: list[str], size: int) -> None:
     layers = {call.name for call in judge.calls.values() if call.takes_features}
-    if {*layers, END[0][0]} <= {*uncompared}:
+    if {*layers, OUTPUT_NAME} <= {*uncompared}:
         raise ValueError(
             "expected a model whose output depends on its input; got the same output and features for other "
             "inputs"

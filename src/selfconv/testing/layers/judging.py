@@ -18,6 +18,7 @@ from selfconv.testing.kinds import Kind, default_kind, transform
 from selfconv.testing.layers.rounding import EXACT, MARGIN, coarsest, explore, rounding_effect
 from selfconv.testing.layers.runs import (
     END,
+    OUTPUT_NAME,
     FirstRun,
     Images,
     Key,
@@ -81,6 +82,11 @@ class Judge:
         self.sampling: set[str] = set()  # reasons that would not hold on another size of map
         self.shifted = ShiftReport()
         self._found: dict[str, Callable[[], str]] = {}  # layers that failed: what finds the reason
+        # of one run, set by ``start``:
+        self._element = 0  # which transformed the image
+        # the layer that rearranged features or returned a constant, and the reason if a later one fails
+        self._suspect: tuple[str, Callable[[], str]] | None = None
+        self._rearranged: set[Key] = set()  # calls whose input is rearranged
 
     def precision(self, key: Key, stage: Stage, i: int | None = None) -> torch.dtype:
         """The least precise dtype in the history of tensor i of a call's input or output, or of any."""
@@ -105,9 +111,9 @@ class Judge:
             again = key in self.compared or sum(self.group.exact) == 1
             if call.takes_features and not (compared and again):
                 found.append(call.name)
-        return found + ([END[0][0]] if all(self.constant) else [])
+        return found + ([OUTPUT_NAME] if all(self.constant) else [])
 
-    def raised(self) -> dict[str, torch.dtype]:
+    def lowered_precision(self) -> dict[str, torch.dtype]:
         """Where the network computes less precisely than in float64, and in which dtype."""
         found: dict[str, torch.dtype] = {}
         for (key, stage), dtypes in self.rounded.items():
@@ -118,11 +124,7 @@ class Judge:
 
     def start(self, s: int) -> Observer:
         """To observe a run on the image that s transformed."""
-        self.s = s
-        self.suspect: tuple[str, Callable[[], str]] | None = (
-            None  # the layer that rearranged features, and the reason if a later one fails
-        )
-        self.inexact: set[Key] = set()  # calls whose input is rearranged
+        self._element, self._suspect, self._rearranged = s, None, set()
         return replacing(self.calls, self._all_exact)
 
     def _all_exact(self, key: Key, stage: Stage, leaves: list[Any]) -> list[Any]:
@@ -136,32 +138,32 @@ class Judge:
         if not (isinstance(leaf, Tensor) and isinstance(original, Tensor) and leaf.is_floating_point()):
             return leaf
         field_type = self.calls[key].types[stage].get(i)
-        candidates = self.actions.candidates(original, self.s, field_type)
-        if stage == "output" and self.s:
+        candidates = self.actions.candidates(original, self._element, field_type)
+        if stage == "output" and self._element:
             self.compared.add(key)
         found = [relative_error(leaf, candidate) for candidate in candidates]
         error = min(found, key=lambda e: math.inf if math.isnan(e) else e)
         exact: Tensor = candidates[found.index(error)]
-        breach = (self.calls[key].name, partial(self._reason, key, stage, self.s))
+        breach = (self.calls[key].name, partial(self._reason, key, stage, self._element))
         tolerance = self.limit(key, stage, i)
         # which axes or channels are planes; of other layers, channels may be last, and a side be |H|
         on_group = hasattr(self.calls[key].module, "group") and self.actions.on_group(leaf)
         known = field_type is not None or on_group
         if error <= tolerance:
             if not constant and bool(leaf.any()):
-                self.suspect = None
+                self._suspect = None
         elif constant:
-            self.suspect = self.suspect or (self.calls[key].name, lambda: CONSTANT)
+            self._suspect = self._suspect or (self.calls[key].name, lambda: CONSTANT)
             exact, error = leaf, 0.0
         elif not known and (moved := permuted(leaf, original)) <= tolerance:
             if stage == "input":
-                self.inexact.add(key)
-            self.suspect = self.suspect or breach
+                self._rearranged.add(key)
+            self._suspect = self._suspect or breach
             exact, error = leaf, moved
         else:
             exact = candidates[0] if candidates[0].shape == leaf.shape else leaf
-            inherited = stage == "input" or key in self.inexact
-            name, reason = self.suspect if self.suspect and inherited else breach
+            inherited = stage == "input" or key in self._rearranged
+            name, reason = self._suspect if self._suspect and inherited else breach
             self._fault(name, reason, Excess(error, self.precision(key, stage, i)))
         self.errors[key, stage] = max(self.errors[key, stage], error)
         return exact
@@ -172,18 +174,18 @@ class Judge:
         self.excess[name] = excess if excess.error > known.error else known
 
     def judge_output(self, output: list[Any], original: list[Any], kinds: list[Kind | None]) -> None:
-        errors = output_errors(output, original, self.s, self.actions, kinds)
+        errors = output_errors(output, original, self._element, self.actions, kinds)
         broken = [i for i, error in enumerate(errors) if not error <= self.limit(*END, i)]
         if not broken:
             return
         y, kind = as_tensor(original[broken[0]]), kinds[broken[0]]
-        reason = NAN if bool(y.isnan().any()) else RANDOM if self.s == 0 else AFTER
+        reason = NAN if bool(y.isnan().any()) else RANDOM if self._element == 0 else AFTER
         if reason == AFTER and kind is None:
             default = default_kind(y, self.group, sequences=self.actions.sequences)
             if default == "invariant":
                 reason += f" (shape {list(y.shape)}, taken for 'invariant'; outputs= names other kinds)"
         worst = Excess(largest(errors[i] for i in broken), self.precision(*END))
-        self._fault(*(self.suspect or (END[0][0], lambda: reason)), worst)
+        self._fault(*(self._suspect or (OUTPUT_NAME, lambda: reason)), worst)
 
     def conclude(self, shifted: ShiftReport) -> None:
         """After all runs: every fault with its reason, in the order of the layers."""
@@ -200,7 +202,7 @@ class Judge:
         """Notes a fault if the error of the output under elements between the pixels exceeds the limit."""
         if error is not None and limit is not None and not error <= limit:
             self.faults.setdefault(
-                END[0][0],
+                OUTPUT_NAME,
                 f"under elements between the pixels its error is {error:.1%} of its deviation, "
                 f"above {limit:.1%}",
             )
@@ -215,7 +217,7 @@ class Judge:
             model, x, self.calls, self.errors, lambda noisy: output_error(noisy, y, 0, self.actions, kinds)
         )
         if not error <= MARGIN * effect:
-            self.faults[END[0][0]] = (
+            self.faults[OUTPUT_NAME] = (
                 f"its error is {error:.1e}, where the errors of the layers, each within its tolerance, "
                 f"explain {effect:.1e}"
             )

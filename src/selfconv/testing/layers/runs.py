@@ -24,7 +24,8 @@ Stage = Literal["input", "output"]
 Place = tuple[Key, Stage, int]  # of a tensor in a run
 NOTE = "raised in "  # and the name of a layer
 GIVEN: Key = ("the model's input", 0)
-END: tuple[Key, Stage] = (("the model's output", 0), "output")
+OUTPUT_NAME = "the model's output"  # in place of the name of a layer
+END: tuple[Key, Stage] = ((OUTPUT_NAME, 0), "output")
 
 
 @dataclass

@@ -9,7 +9,17 @@ from typing import Any
 from torch import Tensor
 
 from selfconv.testing.errors import largest
-from selfconv.testing.layers.runs import END, GIVEN, FirstRun, Key, Place, Stage, replacing, run_observed
+from selfconv.testing.layers.runs import (
+    END,
+    GIVEN,
+    OUTPUT_NAME,
+    FirstRun,
+    Key,
+    Place,
+    Stage,
+    replacing,
+    run_observed,
+)
 from selfconv.testing.leaves import aligned, as_tensor, judgeable
 from selfconv.testing.shifts.borders import error_away_from_the_border, errors_between, interior_error
 from selfconv.testing.shifts.motion import Limit, Motion
@@ -106,14 +116,14 @@ class ShiftTest:
         observer = replacing(self.calls, self._all_moved)
         output = aligned(judgeable(run_observed(self.first.model, shifted, observer)), self.first.output)
         if output is None:
-            self.report.untested.append(END[0][0])
+            self.report.untested.append(OUTPUT_NAME)
             return
         for i, after in enumerate(map(as_tensor, output)):
             place: Place = (*END, i)
             if not self.motion.note(place, after, self.steps) <= self.limit(*place):
                 self.inexact.append((place, self.steps, after))
             elif self.motion.moves[place] is None:
-                self.report.untested.append(END[0][0])
+                self.report.untested.append(OUTPUT_NAME)
             else:
                 self.report.compared |= after.numel() > 0
 

@@ -49,6 +49,7 @@ def train_command(args: Sequence[str]) -> Callable[..., None]:
         training: Annotated[Recipe, arg(name="recipe")] = recipe,
         hardware: Hardware = base.hardware,
         *,
+        # recipe and config are read above, before tyro parses; here they are only for the help
         recipe: RecipeName | None = None,
         seed: int = base.seed,
         out: Path | None = None,

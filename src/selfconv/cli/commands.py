@@ -103,17 +103,16 @@ def predict(
         raise ValueError("predict: expected at least one image, folder or wildcard; got none")
     if json and format != "text":
         raise ValueError(f"predict: expected --json or --format; got both, --format {format}")
+    opened = open_trained(trained)
+    failed, answers, write = 0, [], _prediction_writer(format, opened.data.class_names)
+    see: Callable[[Prediction, Tensor], None] | None = None
     if explain is not None:
         require("drawing pictures", "matplotlib")
-    opened = open_trained(trained)
-    see = None
-    failed, answers, write = 0, [], _prediction_writer(format, opened.data.class_names)
-    if explain is not None:
         from selfconv.visualize import ExplanationWriter
 
         writer = ExplanationWriter(opened, explain)
 
-        def see(prediction: Prediction, pixels: Tensor) -> None:
+        def write_explanation(prediction: Prediction, pixels: Tensor) -> None:
             nonlocal failed
             try:
                 said = f"explained in {writer.write(prediction, pixels)}"
@@ -121,6 +120,8 @@ def predict(
                 failed += 1
                 said = f"cannot be explained: {error}"
             print(f"selfconv: {escape_for_terminal(f'{prediction.file}: {said}')}", file=sys.stderr)
+
+        see = write_explanation
 
     with progress("classifying", hidden=sys.stdout.isatty()) as watch:
         show = (

@@ -181,6 +181,9 @@ def test_audit(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "not equivariant to p4" in " ".join(printed.out.split())
     assert printed.err == ""
     assert run_cli("audit", "p4resnet29", "--size", "16", "--downsample", "pool") == 0
+    planar = ("audit", "digits_asc", "--size", "8", "--group", "p4")  # which the network is not on
+    assert run_cli(*planar) == 1
+    assert run_cli(*planar, "--tolerance", "10") == 0
 
 
 def test_a_name_wins_over_a_folder_without_a_model(
@@ -365,6 +368,9 @@ def test_an_output_folder_that_holds_other_things(data: Path, run: Path, tmp_pat
         (["models", "--size", "0"], "size: expected a positive number"),
         (["audit", "resnet30"], "unknown model 'resnet30'"),
         (["audit", "p4resnet29_asc", "--size", "2"], "4×4 or more"),
+        (["audit", "digits_asc", "--tolerance", "-1"], "tolerance: expected a finite number of 0 or more"),
+        (["audit", "digits_asc", "--tolerance", "nan"], "tolerance: expected a finite number of 0 or more"),
+        (["audit", "digits_asc", "--tolerance", "small"], "Error parsing --tolerance"),
         (["trian"], "trian"),
         ([], "train"),
     ],

@@ -208,16 +208,18 @@ def audit(
     downsample: Literal["stride", "pool"] | None = None,
     stem: Literal["conv", "pool4"] | None = None,
     between: float | None = None,
+    tolerance: float = 1e-8,
 ) -> None:
     """Check layer by layer whether a network is equivariant; exit code 1 if it is not.
 
     Args:
         model: Name of a model, which gets random weights; or a trained model, as for `evaluate`.
         size: Image size in pixels.
-        group: Name of the group; by default the model's group.
+        group: Group to test, by name; the network stays as it is. By default the model's group.
         downsample: Downsampling of convolutions; by default the model's.
         stem: First layers; by default the model's.
         between: Largest error that passes under turns between the pixels, relative to the output's deviation.
+        tolerance: Largest error of one layer that counts as rounding.
     """
     from selfconv.models import create_model, list_models
     from selfconv.testing import audit as audit_model
@@ -236,7 +238,7 @@ def audit(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # size warnings; the audit reports sizes itself
         channels = network.config["in_channels"]
-        result = audit_model(network, size, group, in_channels=channels, between=between)
+        result = audit_model(network, size, group, in_channels=channels, tolerance=tolerance, between=between)
     print_table(result.table())
     if not result.passed:
         raise SystemExit(1)

@@ -146,9 +146,9 @@ class Group:
 
     @cached_property
     def factors(self) -> tuple[tuple[int, int], ...]:
-        """Each element s as q·r with q exact; of all r = q⁻¹s the least, shared by all s that differ by a q.
+        """For each s a pair (q, r) with s = q·r and q exact; r is the smallest possible index.
 
-        Only r is applied by interpolation, so exact elements remain exact.
+        So elements that differ by an exact q share r. Only r is interpolated, so exact elements remain exact.
         """
         exact = [q for q in self if self.exact[q]]
         least = [min((self.product[self.inverse[q]][s], q) for q in exact) for s in self]

@@ -90,7 +90,7 @@ def test_bad_uploads_are_refused(temporary: Path, content: bytes, message: str) 
     assert list(temporary.iterdir()) == []
 
 
-# ---- the command ----
+# ---- the guard ----
 
 
 header = st.one_of(
@@ -185,6 +185,9 @@ def stopped(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
     return int(stop.value.code or 0), capsys.readouterr().err
 
 
+# ---- the command ----
+
+
 def test_what_the_command_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -254,6 +257,9 @@ def test_non_loopback_host_prints_a_warning(
     assert (allowed == [None]) == warned
     assert at_exit == [gc.freeze]
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+# ---- background work ----
 
 
 def test_urgent_requests_go_first() -> None:

@@ -77,7 +77,7 @@ class Refused(Exception):
 
 
 class Urgent:
-    """What somebody waits for, and a way for other work to let it pass: with it, it shares the processor."""
+    """Counts running user requests; background work calls ``let_pass()`` to wait until there are none."""
 
     def __init__(self) -> None:
         self._changed, self._count = threading.Condition(), 0

@@ -132,8 +132,8 @@ def decode_all(
     folder = cache / "images" / hashlib.sha256(options.encode()).hexdigest()[:32]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         reader = _Reader(what, items, pool)
-        if (found := _open_or_discard(folder, limit)) is not None:
-            return found
+        if (cached := _open_or_discard(folder, limit)) is not None:
+            return cached
         layout = _read_layout(folder, len(items)) or reader.layout(image_size, pixel_range, channels)
         if layout.nbytes <= limit:
             return _in_memory(reader, layout)
@@ -170,40 +170,39 @@ class _Reader:
     def __init__(self, what: str, items: Sequence[Item], pool: ThreadPoolExecutor) -> None:
         self.what, self.items, self.pool = what, items, pool
 
-    def layout(self, image_size: int | None, pixel_range: str, given: int | None) -> ArrayLayout:
+    def layout(self, image_size: int | None, pixel_range: str, channels: int | None) -> ArrayLayout:
         """Reads all headers, and, if the range has to be found, the values."""
 
-        def header(item: Item) -> Header | None:
+        def header_of(item: Item) -> Header | None:
             try:
                 return read_header(item)
             except UnreadableError:
                 return None  # reported when it is decoded
 
         with progress(f"{self.what}: sizes", len(self.items), unit="images") as show:
-            found = []
-            for done, one in enumerate(self.pool.map(header, self.items, chunksize=64), 1):
-                found.append(one)
+            headers = []
+            for done, header in enumerate(self.pool.map(header_of, self.items, chunksize=64), 1):
+                headers.append(header)
                 show(done)
-        headers = [(item, one) for item, one in zip(self.items, found, strict=True) if one is not None]
-        sides = {side for _, one in headers for side in (one.width, one.height)}
+        readable = [(item, h) for item, h in zip(self.items, headers, strict=True) if h is not None]
+        sides = {side for _, h in readable for side in (h.width, h.height)}
         common = sides.pop() if len(sides) == 1 else MIXED_SIZE
-        channels = {one.channels for _, one in headers} or {1}
-        if not channels <= {1, 3} and len(channels) > 1:
-            first, *_ = (item.name for item, one in headers if one.channels not in (1, 3))
-            known = ", ".join(map(str, sorted(channels)))
+        channel_counts = {h.channels for _, h in readable} or {1}
+        if not channel_counts <= {1, 3} and len(channel_counts) > 1:
+            first, *_ = (item.name for item, h in readable if h.channels not in (1, 3))
+            known = ", ".join(map(str, sorted(channel_counts)))
             raise DataError(
                 f"{self.what}: expected images with the same number of channels; got {known} ({first})"
             )
-        dtypes = {one.dtype for _, one in headers} or {"uint8"}
+        dtypes = {h.dtype for _, h in readable} or {"uint8"}
         pixels, final = self._range(pixel_range, dtypes)
-        found_channels = max(channels) if given is None else given
         return ArrayLayout(
             len(self.items),
             image_size or common,
-            found_channels,
+            max(channel_counts) if channels is None else channels,
             pixels,
             final,
-            fixed_channels=given is not None,
+            fixed_channels=channels is not None,
         )
 
     def _range(self, pixel_range: str, dtypes: set[str]) -> tuple[PixelRange, bool]:
@@ -212,7 +211,7 @@ class _Reader:
         return choose_range(pixel_range, dtypes, self._extent, self.what), True
 
     def _extent(self) -> tuple[float, float]:
-        def ends(item: Item) -> tuple[float, float] | None:
+        def extent_of(item: Item) -> tuple[float, float] | None:
             try:
                 values = read_values(item)
             except UnreadableError:
@@ -220,11 +219,11 @@ class _Reader:
             return float(values.min()), float(values.max())
 
         with progress(f"{self.what}: range", len(self.items), unit="images") as show:
-            found = []
-            for done, one in enumerate(self.pool.map(ends, self.items), 1):
-                found += [one] if one is not None and all(map(math.isfinite, one)) else []
+            extents = []
+            for done, extent in enumerate(self.pool.map(extent_of, self.items), 1):
+                extents += [extent] if extent is not None and all(map(math.isfinite, extent)) else []
                 show(done)
-        return min((low for low, _ in found), default=0.0), max((high for _, high in found), default=1.0)
+        return min((low for low, _ in extents), default=0.0), max((high for _, high in extents), default=1.0)
 
     def decode_chunks(
         self, layout: ArrayLayout, done: set[int], store: Callable[[NDArray, ChunkSummary], None]
@@ -232,7 +231,8 @@ class _Reader:
         """Decodes the chunks that are not done, and passes each to ``store``."""
         failures: list[str] = []
 
-        def one(index: int) -> tuple[NDArray, int, list[Clipping]] | str:
+        def decoded(index: int) -> tuple[NDArray, int, list[Clipping]] | str:
+            """An image, the largest value (0 if the range is final), what was clipped; or why it failed."""
             item = self.items[index]
             clipped: list[Clipping] = []
             try:
@@ -254,16 +254,16 @@ class _Reader:
                 images = np.zeros(
                     (min(layout.chunk, layout.count - start), *layout.shape[1:]), layout.pixels.stored_as
                 )
-                failed, highest, clipped = len(failures), 0, list[Clipping]()
-                for row, found in enumerate(self.pool.map(one, range(start, start + len(images)))):
+                failures_before, highest, clipped = len(failures), 0, list[Clipping]()
+                for row, result in enumerate(self.pool.map(decoded, range(start, start + len(images)))):
                     ready += 1
                     show(ready)
-                    if isinstance(found, str):
-                        failures.append(found)
+                    if isinstance(result, str):
+                        failures.append(result)
                     else:
-                        images[row], highest = found[0], max(highest, found[1])
-                        clipped += found[2]
-                if len(failures) == failed:
+                        images[row], highest = result[0], max(highest, result[1])
+                        clipped += result[2]
+                if len(failures) == failures_before:
                     grey, total = bool((images == images[..., :1]).all()), Clipping.total(clipped)
                     chunk = ChunkSummary(number, 0, grey, highest, **asdict(total))
                     checksum = zlib.crc32(images.data, _description_checksum(chunk))
@@ -304,9 +304,9 @@ def _in_memory(reader: _Reader, layout: ArrayLayout) -> tuple[Stack, PixelRange,
 
 def _check_disk_space(what: str, folder: Path, layout: ArrayLayout, limit: float) -> None:
     """Raises DataError if the array does not fit on the disk, where a part of it may be already."""
-    found = os.statvfs(folder)
+    disk = os.statvfs(folder)
     images = folder / "images"
-    free = found.f_bavail * found.f_frsize + (512 * images.stat().st_blocks if images.exists() else 0)
+    free = disk.f_bavail * disk.f_frsize + (512 * images.stat().st_blocks if images.exists() else 0)
     if layout.nbytes > free:
         raise DataError(
             f"{what}: {layout.count} images of {layout.size}×{layout.size} need "
@@ -319,11 +319,11 @@ def _check_disk_space(what: str, folder: Path, layout: ArrayLayout, limit: float
 def _read_layout(folder: Path, count: int) -> ArrayLayout | None:
     """The layout of a cache that is not complete; None if there is none, or none that can be read."""
     try:
-        found = read_as(StoredLayout, folder / "layout.json")
+        stored = read_as(StoredLayout, folder / "layout.json")
     except (ValueError, OSError):
         return None
-    unchanged = found.checksum == _description_checksum(found.layout)
-    return found.layout if unchanged and found.layout.count == count else None
+    unchanged = stored.checksum == _description_checksum(stored.layout)
+    return stored.layout if unchanged and stored.layout.count == count else None
 
 
 def _write_cache(reader: _Reader, layout: ArrayLayout, folder: Path) -> None:
@@ -347,20 +347,20 @@ def _write_cache(reader: _Reader, layout: ArrayLayout, folder: Path) -> None:
         reader.decode_chunks(layout, {*chunks}, store)
     final = final_layout(layout, [*chunks.values()])
     if final.shape != layout.shape or final.pixels.stored_as != layout.pixels.stored_as:
+        # if the process is killed before done.json exists, the next one makes this copy again
         stored = Stack(_map(folder / "images", layout))
         with open(folder / "images.final", "wb") as copy:
             for pixels in stored.chunks():
                 copy.write(np.ascontiguousarray(pixels[..., : final.channels], final.pixels.stored_as).data)
             copy.flush()
             os.fsync(copy.fileno())
-    # If the process is killed before done.json exists, the next one makes this copy again.
     checksum = _checksum(_map(_array_file(folder), final), final)
     write_json(folder / "done.json", asdict(StoredLayout(final, checksum)))
 
 
 def _chunks_on_disk(journal: Path, images: Path, layout: ArrayLayout) -> dict[int, ChunkSummary]:
     """The chunks that were written, and have not changed since."""
-    chunks, size = {}, layout.nbytes // layout.count * layout.chunk
+    chunks, chunk_bytes = {}, layout.nbytes // layout.count * layout.chunk
     known = journal.exists() and images.exists()
     for line in journal.read_text(errors="replace").splitlines() if known else ():
         try:
@@ -370,8 +370,8 @@ def _chunks_on_disk(journal: Path, images: Path, layout: ArrayLayout) -> dict[in
         if chunk.number * layout.chunk not in range(layout.count):
             continue
         with open(images, "rb") as file:
-            file.seek(chunk.number * size)
-            pixels = file.read(min(size, layout.nbytes - chunk.number * size))
+            file.seek(chunk.number * chunk_bytes)
+            pixels = file.read(min(chunk_bytes, layout.nbytes - chunk.number * chunk_bytes))
             if zlib.crc32(pixels, _description_checksum(chunk)) == chunk.checksum:
                 chunks[chunk.number] = chunk
     if chunks:  # drops an incomplete last line
@@ -395,10 +395,10 @@ def _description_checksum(described: ArrayLayout | ChunkSummary) -> int:
 
 
 def _checksum(array: NDArray, layout: ArrayLayout) -> int:
-    found = _description_checksum(layout)
+    checksum = _description_checksum(layout)
     for pixels in Stack(array).chunks():
-        found = zlib.crc32(np.ascontiguousarray(pixels).data, found)
-    return found
+        checksum = zlib.crc32(np.ascontiguousarray(pixels).data, checksum)
+    return checksum
 
 
 def _open_or_discard(folder: Path, limit: float) -> tuple[Stack, PixelRange, Clipping] | None:

@@ -213,7 +213,11 @@ def explain(
     padding_mode: str = "zeros",
     lifting: bool = False,
 ) -> str:
-    """Which backend ``affine_self_conv`` would select for these arguments, and why not each of the others."""
+    """Which backend ``affine_self_conv`` would select for these arguments, and why not each of the others.
+
+    Calls with ``dropout_p`` or ``return_attention`` always use the eager backend, and optimised networks
+    start the CPU kernels by ``PreparedCall`` where these serve them.
+    """
     return explain_call(
         check_call(
             (query, key, value), (psi_k, beta_k, psi_v, beta_v),

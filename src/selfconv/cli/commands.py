@@ -219,7 +219,8 @@ def audit(
         downsample: Downsampling of convolutions; by default the model's.
         stem: First layers; by default the model's.
         between: Largest error that passes under turns between the pixels, relative to the output's deviation.
-        tolerance: Largest error of one layer that counts as rounding.
+        tolerance: Largest error of one layer that counts as rounding; of a layer that computes in float32
+            or a lower precision, at least the rounding of that.
     """
     from selfconv.models import create_model, list_models
     from selfconv.testing import audit as audit_model

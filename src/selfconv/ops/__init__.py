@@ -216,7 +216,8 @@ def explain(
     """Which backend ``affine_self_conv`` would select for these arguments, and why not each of the others.
 
     Calls with ``dropout_p`` or ``return_attention`` always use the eager backend, and optimised networks
-    start the CPU kernels by ``PreparedCall`` where these serve them.
+    start the CPU kernels by ``PreparedCall`` where these serve them. Exported networks consist of torch's
+    operators.
     """
     return explain_call(
         check_call(

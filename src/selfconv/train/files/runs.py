@@ -261,7 +261,8 @@ def write_or_check_data_info(run: Run, data: Dataset) -> None:
     if written.digest != info.digest:
         raise RunError(f"{run.folder}: the data set {info.name} has changed since this run began")
     if not written.agrees_with(info):
-        raise RunError(f"{path}: expected the classes, size, mean and deviation of {info.name}; got others")
+        expected = f"the description of {info.name} (classes, channels, size, range, …)"
+        raise RunError(f"{path}: expected {expected}; got another")
 
 
 def write_seen_images(run: Run, data: Dataset) -> None:

@@ -125,16 +125,15 @@ def check_call(
     c_k, c_v = int(key.shape[1]), int(value.shape[1])  # torch.jit.trace makes tensors of sizes
     if min(c_k, c_v) < 1:
         raise ValueError(f"expected one channel or more; got {shapes(named_features)}")
-    if kernel_size is not None:
-        kernel_size = make_window(kernel_size, dilation, padding_mode, group).size
     sizes = {(int(f.shape[-2]), int(f.shape[-1])) for f in filters if f is not None and f.dim() > 1}
-    sizes |= set() if kernel_size is None else {kernel_size}
+    window = None if kernel_size is None else make_window(kernel_size, dilation, padding_mode, group)
+    sizes |= set() if window is None else {window.size}
     if len(sizes) != 1:
         expected = (
             "one window size among psi and beta" if sizes else "kernel_size, as psi and beta are all None"
         )
         raise ValueError(f"expected {expected}; got {shapes(named_filters)}, kernel_size={kernel_size}")
-    window = make_window(sizes.pop(), dilation, padding_mode, group)
+    window = window or make_window(sizes.pop(), dilation, padding_mode, group)
     axis = () if planar else (len(group),)
     for suffix, c, psi, beta in (("k", c_k, psi_k, beta_k), ("v", c_v, psi_v, beta_v)):
         one, dense = (c, *axis, *window.size), (c, c, *axis, *window.size)

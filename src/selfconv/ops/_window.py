@@ -9,6 +9,7 @@ from selfconv._arguments import is_whole
 from selfconv.groups import Group
 
 PaddingMode = Literal["zeros", "circular", "exclude"]
+PADDING_MODES: tuple[str, ...] = get_args(PaddingMode)
 Pair = tuple[int, int]  # rows, columns
 
 
@@ -64,8 +65,8 @@ def make_window(
         raise ValueError(
             f"{where}dilation: expected an integer ≥ 1, or two, (rows, columns); got {dilation!r}"
         )
-    if padding_mode not in get_args(PaddingMode):
-        expected = ", ".join(map(repr, get_args(PaddingMode)))
+    if padding_mode not in PADDING_MODES:
+        expected = ", ".join(map(repr, PADDING_MODES))
         raise ValueError(f"{where}padding_mode: expected one of {expected}; got {padding_mode!r}")
     if (size[0] != size[1] or steps[0] != steps[1]) and not group.keeps_axes:
         raise ValueError(
@@ -77,5 +78,7 @@ def make_window(
 
 def pair(value: Any) -> Pair | None:
     """(rows, columns) of one integer or two; None for anything else."""
+    if type(value) is int:
+        return value, value
     rows, columns = value if isinstance(value, tuple | list) and len(value) == 2 else (value, value)
     return (int(rows), int(columns)) if is_whole(rows) and is_whole(columns) else None

@@ -31,7 +31,7 @@ from selfconv.ops._transforms import (
     refuse_tangents,
     register_vmap,
 )
-from selfconv.ops._window import PaddingMode, Window
+from selfconv.ops._window import PaddingMode, Pair, Window
 from selfconv.ops.cpu import workers
 from selfconv.ops.cpu.borders import features_like, repeat_border, sum_border
 from selfconv.ops.cpu.simd import PART_BYTES, PARTS
@@ -234,8 +234,6 @@ class Tiling(NamedTuple):
 
     sizes: Sizes
     window: np.ndarray  # [2, taps]: rows of the cells below the centre, offsets of their columns in a tile
-    images: np.ndarray  # which image and which head of its block a lane has
-    heads: np.ndarray
     shares: int  # number of partial sums of the filter gradients
     scratch: tuple[int, int]  # threads, and numbers for each
 
@@ -243,8 +241,14 @@ class Tiling(NamedTuple):
 def _window(q: Tensor, table: Tensor, dilation: Sequence[int], padding_mode: str) -> Window:
     """The window of a filter table, fitted to the maps of q."""
     *_, rows, columns, _ = table.shape
-    window = Window((rows, columns), (dilation[0], dilation[1]), cast(PaddingMode, padding_mode))
-    return window.fitted_to((q.shape[-2], q.shape[-1]))
+    return fitted_window(
+        (rows, columns), (dilation[0], dilation[1]), cast(PaddingMode, padding_mode), tuple(q.shape[-2:])
+    )
+
+
+@lru_cache(maxsize=256)
+def fitted_window(size: Pair, dilation: Pair, padding_mode: PaddingMode, image: Pair) -> Window:
+    return Window(size, dilation, padding_mode).fitted_to(image)
 
 
 def _tiling(q: Tensor, table_k: Tensor, table_v: Tensor, window: Window, walks: int) -> Tiling:
@@ -312,8 +316,7 @@ def make_tiling(
     i, j = (np.arange(k) * d for k, d in zip(window.size, window.dilation, strict=True))
     offsets = j * lanes + j % 2 * (neighbours + lanes)  # odd: in the copy
     cells = np.stack([np.repeat(i - border, len(j)), np.tile(offsets, len(i))])
-    images = np.divmod(np.arange(lanes), lane_heads)
-    return Tiling(sizes, cells, *images, batches * strips, (min(threads, tasks), size))
+    return Tiling(sizes, cells, batches * strips, (min(threads, tasks), size))
 
 
 def _even(columns: int) -> int:
@@ -330,7 +333,8 @@ def _run(
 ) -> None:
     """Lays the argument block out as the kernels read it, and runs them."""
     q = maps[0]
-    maps = tuple(_interior(x, q) for x in maps)
+    if tiling.sizes.reach_i or tiling.sizes.reach_j:
+        maps = tuple(_interior(x, q) for x in maps)
     if q.numel() == 0:
         return
     scratch, scales = q.new_empty(tiling.scratch), np.array([scale])
@@ -349,23 +353,34 @@ def argument_block(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The argument block, and the table of lanes that it points to, which has to live as long."""
     sizes, heads = tiling.sizes, tables[0].shape[0]
-    strides = np.array([x.stride() for x in maps])  # [maps, 5]
-    channels = np.array([x.shape[1] // heads for x in maps])
-    head_strides = channels * strides[:, 1]
-    lanes = np.outer(strides[:, 0], tiling.images) + np.outer(head_strides, tiling.heads)  # where they begin
-    described = np.empty((len(maps), len(Map._fields)), np.int64)
+    strides, channels = tuple(x.stride() for x in maps), tuple(x.shape[1] // heads for x in maps)
+    layouts, lanes = map_layouts(strides, channels, sizes.lane_images, sizes.lane_heads)
+    described = layouts.copy()
     described[:, 0] = [x.data_ptr() for x in maps]
-    described[:, 1:5] = strides[:, 1:]
-    described[:, 5] = channels
-    described[:, 6] = strides[:, 0] * sizes.lane_images
-    described[:, 7] = head_strides * sizes.lane_heads
-    described[:, 8] = lanes.ctypes.data + lanes.strides[0] * np.arange(len(maps))
     counters = [0] * COUNTERS
     shared = scratch.data_ptr(), scales.ctypes.data, tiling.window.ctypes.data
     filters = [table.data_ptr() for table in tables]
     addresses = [x.data_ptr() for x in outputs]
-    block = np.array([*counters, *shared, *filters, *sizes, *described.ravel(), *addresses], np.int64)
-    return block, lanes
+    head = np.array([*counters, *shared, *filters, *sizes], np.int64)
+    return np.concatenate((head, described.ravel(), np.array(addresses, np.int64))), lanes
+
+
+@lru_cache(maxsize=256)
+def map_layouts(
+    strides: tuple[tuple[int, ...], ...], channels: tuple[int, ...], lane_images: int, lane_heads: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The maps of an argument block, without addresses of features, and the table of all their lanes."""
+    images, heads = np.divmod(np.arange(lane_images * lane_heads), lane_heads)  # of a block, for each lane
+    steps, counts = np.array(strides), np.array(channels)  # [maps, 5], [maps]
+    head_steps = counts * steps[:, 1]
+    lanes = np.outer(steps[:, 0], images) + np.outer(head_steps, heads)  # where they begin
+    layouts = np.zeros((len(counts), len(Map._fields)), np.int64)
+    layouts[:, 1:5] = steps[:, 1:]
+    layouts[:, 5] = counts
+    layouts[:, 6] = steps[:, 0] * lane_images
+    layouts[:, 7] = head_steps * lane_heads
+    layouts[:, 8] = lanes.ctypes.data + lanes.strides[0] * np.arange(len(counts))
+    return layouts, lanes
 
 
 class PreparedForward:
